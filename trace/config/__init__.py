@@ -1,0 +1,1 @@
+"""Typed, torch-free configuration: one frozen pydantic section per file, unknown keys are errors."""

@@ -1,0 +1,42 @@
+"""What the rollout records and the trainer follows (METHOD.md section 3).
+
+The default is the paper's R-1bit-L20: one bit per value, the deeper half of the layers.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from trace_rl.config.base import Section
+
+LayerSet = Literal["all", "deeper_half", "first_half", "last_quarter", "last_eighth"]
+GuidedTensor = Literal["fc1", "k", "v"]
+
+
+class GuidanceSpec(Section):
+    """Which codes are recorded: how many bits of each, of which layers and tensors, and how they are followed."""
+
+    bits: Literal[1, 2, 3, 4] = 1
+    """Low bits kept of each E2M1 code; 4 keeps the whole code (full guidance)."""
+    layers: LayerSet = "deeper_half"
+    """The guided layers; ``first_half`` is a control."""
+    scale_bits: Literal[2, 8] = 8
+    """Bits kept of each block scale's code; 2 lets the trainer recover the scale from its own (not in the paper)."""
+    tensors: tuple[GuidedTensor, ...] = ("fc1", "k", "v")
+    """The guided tensors."""
+    gate: float = Field(default=0.5, gt=0.0, le=0.5)
+    """Follow the rollout only within this many steps of the rounding boundary; 0.5 follows always."""
+
+    def layer_ids(self, num_layers: int) -> tuple[int, ...]:
+        """The guided layers of a model with ``num_layers`` layers."""
+        first, last = {
+            "all": (0, num_layers),
+            "deeper_half": (num_layers - num_layers // 2, num_layers),
+            "first_half": (0, num_layers // 2),
+            "last_quarter": (num_layers - max(1, num_layers // 4), num_layers),
+            "last_eighth": (num_layers - max(1, num_layers // 8), num_layers),
+        }[self.layers]
+        return tuple(range(first, last))
+
+
+FULL = GuidanceSpec(bits=4, layers="all")

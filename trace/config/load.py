@@ -1,0 +1,73 @@
+"""Read experiment and method files; every mistake is one `UserError` that says file, key and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.method import MethodConfig, PtqMethod, RlMethod
+from trace_rl.errors import UserError
+
+_METHOD = TypeAdapter(MethodConfig)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in ``path``; raises UserError when the file is missing, not YAML or not a mapping."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such configuration file; check the path")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    return data
+
+
+def describe(error: ValidationError, *, source: str) -> str:
+    """One line per mistake: where, what, and what was given."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "(top level)"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "unknown key; remove it or correct its spelling"
+        lines.append(f"{source}: {where}: {message}")
+    return "\n".join(lines)
+
+
+def parse_experiment(data: dict[str, Any], *, source: str) -> ExperimentConfig:
+    """Validate a mapping as an experiment."""
+    try:
+        return ExperimentConfig.model_validate(data)
+    except ValidationError as error:
+        raise UserError(describe(error, source=source)) from error
+
+
+def load_experiment(path: Path) -> ExperimentConfig:
+    """Read and validate an experiment file."""
+    return parse_experiment(read_yaml(path), source=str(path))
+
+
+def load_method(path: Path) -> RlMethod | PtqMethod:
+    """Read and validate a method file; its name must be the file's."""
+    try:
+        method = _METHOD.validate_python(read_yaml(path))
+    except ValidationError as error:
+        raise UserError(describe(error, source=str(path))) from error
+    if method.name != path.stem:
+        raise UserError(f"{path}: name is {method.name!r}; a method file is named after its method")
+    return method
+
+
+def load_suite(config: ExperimentConfig, *, root: Path = Path(".")) -> dict[str, RlMethod | PtqMethod]:
+    """Every method of the suite, in order; a PTQ method's base must be in the suite."""
+    methods = {name: load_method(root / config.suite.methods_dir / f"{name}.yaml") for name in config.suite.methods}
+    for method in methods.values():
+        if isinstance(method, PtqMethod) and not isinstance(methods.get(method.base), RlMethod):
+            raise UserError(
+                f"suite.methods: {method.name} quantizes the policy of {method.base}, which is not in the suite; add it"
+            )
+    return methods

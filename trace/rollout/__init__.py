@@ -1,0 +1,1 @@
+"""Rollout engines: vLLM through its public extension points, and a plain PyTorch oracle."""
