@@ -1,0 +1,80 @@
+"""Where a run keeps its artifacts: the one map that stages and rules share.
+
+Everything under ``root/<run>``. ``state`` is undeclared to Snakemake (which deletes declared outputs before a job):
+a killed stage resumes from there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Paths of one run."""
+
+    run: str
+    root: Path = Path("results")
+
+    @property
+    def base(self) -> Path:
+        return self.root / self.run
+
+    @property
+    def checkpoint(self) -> Path:
+        """The policy before RL: a Hugging Face checkpoint directory with ``manifest.json``."""
+        return self.base / "checkpoint"
+
+    @property
+    def data(self) -> Path:
+        """``sft.jsonl``, ``rl.jsonl``, one ``<task>.jsonl`` per evaluation task, ``manifest.json``."""
+        return self.base / "data"
+
+    @property
+    def scales(self) -> Path:
+        """Static encode scales (JSON)."""
+        return self.base / "calibration" / "scales.json"
+
+    @property
+    def calibration_metrics(self) -> Path:
+        return self.base / "calibration" / "metrics.json"
+
+    @property
+    def audit(self) -> Path:
+        return self.base / "audit" / "metrics.json"
+
+    @property
+    def parity(self) -> Path:
+        return self.base / "parity" / "metrics.json"
+
+    def train(self, method: str, seed: int) -> Path:
+        """Final ``policy/`` (Hugging Face directory), ``metrics.jsonl`` (one line per step), ``metrics.json``."""
+        return self.base / "train" / method / f"seed{seed}"
+
+    def quantized(self, method: str, seed: int) -> Path:
+        """Packed export of a PTQ method with ``metrics.json``."""
+        return self.base / "quantize" / method / f"seed{seed}"
+
+    def evaluation(self, method: str, seed: int) -> Path:
+        return self.base / "evaluate" / method / f"seed{seed}" / "metrics.json"
+
+    @property
+    def evaluation_start(self) -> Path:
+        """Evaluation of the policy before RL."""
+        return self.base / "evaluate" / "start" / "metrics.json"
+
+    @property
+    def bench_rollout(self) -> Path:
+        return self.base / "bench" / "rollout.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.base / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """``index.html``, ``report.md`` and figures."""
+        return self.base / "report"
+
+    def state(self, stage: str, *parts: str) -> Path:
+        """Working directory of a resumable stage."""
+        return self.base.joinpath("state", stage, *parts)
