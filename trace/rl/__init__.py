@@ -1,0 +1,1 @@
+"""The RL step: advantages, importance weights, losses, staleness queue, trainer, checkpoints and metrics."""
