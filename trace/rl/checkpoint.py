@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trace_rl.errors import UserError
 from trace_rl.rl.queue import StalenessQueue
@@ -59,3 +60,11 @@ def load(path: Path, *, identity: str) -> TrainState | None:
             f"{path}: belongs to a run with other settings, data or starting weights; delete {path.parent} to start anew"
         )
     return payload["state"]
+
+
+@torch.no_grad()
+def restore_weights(model: nn.Module, state: TrainState) -> None:
+    """Round a checkpoint's master weights into a model."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    for param, master in zip(params, state.optimizer["masters"], strict=True):
+        param.copy_(master)

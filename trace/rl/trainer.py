@@ -24,8 +24,11 @@ from trace_rl.config.method import RlMethod
 from trace_rl.config.training import TrainingConfig
 from trace_rl.guidance.record import RecordLayout
 from trace_rl.qat.attach import Qat
+from trace_rl.qat.collector import Collector
+from trace_rl.qat.context import Mode
 from trace_rl.rl.advantages import group_advantages, informative_groups
 from trace_rl.rl.batch import PackedBatch, pack
+from trace_rl.rl.checkpoint import TrainState
 from trace_rl.rl.importance import truncated_weights
 from trace_rl.rl.losses.grpo import grpo_loss
 from trace_rl.rl.mismatch import logprob_gap
@@ -106,7 +109,7 @@ class Trainer:
         self.pad_id = pad_id
         self.seed = seed
         self.layout = None if method.guidance is None else RecordLayout.build(method.guidance, engine.dims)
-        self.mode = "guided" if method.guidance else "rtn" if method.trainer.enabled else "off"
+        self.mode: Mode = "guided" if method.guidance else "rtn" if method.trainer.enabled else "off"
         self.optimizer = MasterAdamW(
             model,
             learning_rate=training.learning_rate,
@@ -117,6 +120,8 @@ class Trainer:
         )
         self.queue = StalenessQueue(staleness=training.staleness, max_version_diff=training.max_version_diff)
         self.step_index = 0
+        self.newest_batch: QueuedBatch | None = None
+        """The newest rollout, for sample tables."""
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +174,8 @@ class Trainer:
             watch.add(phase, seconds)
         with watch.phase("reward"):
             rewards = [self.reward(problems[t.prompt_index], t.response_ids) for t in batch.trajectories]
-        return QueuedBatch(index=index, batch=batch, rewards=rewards)
+        self.newest_batch = QueuedBatch(index=index, batch=batch, rewards=rewards)
+        return self.newest_batch
 
     def update(self, data: StepInput, *, watch: Stopwatch) -> dict[str, float]:
         """All optimizer steps of one rollout batch."""
@@ -226,13 +232,14 @@ class Trainer:
 
     # Forward passes ---------------------------------------------------------------------------------------------
 
-    def forward(self, batch: PackedBatch, *, mode: str | None = None, collect: object = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: PackedBatch, *, mode: Mode | None = None, collect: Collector | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy of the response tokens under the method's forward (or ``mode``)."""
         mode = mode or self.mode
         with self.qat.forward(
             mode=mode,
             guidance=(batch.record, self.layout) if mode == "guided" else None,
-            gate=self.method.guidance.gate if self.method.guidance else 0.5,
             valid=batch.valid,
             expert_ids=batch.expert_ids if self.method.router_replay == "r3" else None,
             collect=collect,
@@ -252,6 +259,21 @@ class Trainer:
     def policy_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The BF16 policy under Hugging Face names."""
         yield from self.model.state_dict().items()
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> TrainState:
+        """Everything a resumed run needs."""
+        return TrainState(
+            step=self.step_index, optimizer=self.optimizer.state_dict(), queue=self.queue, rng=torch.get_rng_state()
+        )
+
+    def restore(self, state: TrainState) -> None:
+        """Go on where a checkpoint stopped."""
+        self.optimizer.load_state_dict(state.optimizer)
+        self.queue = state.queue
+        self.step_index = state.step
+        torch.set_rng_state(state.rng)
 
 
 def split_by_prompt(groups: Tensor, *, parts: int) -> list[list[int]]:

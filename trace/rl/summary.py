@@ -1,0 +1,43 @@
+"""A finished run in a few numbers.
+
+``collapsed`` is a stated rule, the same for every method: the mean reward of the last tenth of the steps is below half
+of the first tenth's.
+"""
+
+import statistics
+from collections.abc import Iterable
+
+COLLAPSE_RATIO = 0.5
+
+
+def mean_of(rows: Iterable[dict[str, float]], key: str) -> float | None:
+    """Mean of a metric over the rows that have it."""
+    values = [row[key] for row in rows if key in row]
+    return statistics.fmean(values) if values else None
+
+
+def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
+    """Reward at both ends, gap, codeword mismatch, guidance bytes and median seconds per phase."""
+    tenth = max(1, len(rows) // 10)
+    start, end = mean_of(rows[:tenth], "reward"), mean_of(rows[-tenth:], "reward")
+    phases = sorted({key for row in rows for key in row if key.startswith("seconds/")})
+    diagnostics = sorted({key for row in rows for key in row if key.startswith("diag/")})
+    return {
+        "steps": len(rows),
+        "reward_start": start,
+        "reward_end": end,
+        "reward_gain": end - start,
+        "reward_window_steps": tenth,
+        "logprob_gap_mean": mean_of(rows, "gap_mean"),
+        "logprob_gap_p99": mean_of(rows, "gap_p99"),
+        "logprob_gap_max": max(row["gap_max"] for row in rows),
+        "codeword_mismatch": mean_of(rows, "diag/own/mismatch"),
+        "adjacent_share": mean_of(rows, "diag/rtn/adjacent"),
+        "guidance_bytes_per_token": mean_of(rows, "guidance_bytes_per_token") or 0.0,
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+        "step_s": {
+            key.removeprefix("seconds/"): statistics.median(row[key] for row in rows if key in row) for key in phases
+        },
+        "diagnostics": {key: mean_of(rows, key) for key in diagnostics},
+        "collapsed": end < COLLAPSE_RATIO * start,
+    }

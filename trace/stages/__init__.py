@@ -1,0 +1,1 @@
+"""One file per CLI stage: what a rule of the workflow runs."""
