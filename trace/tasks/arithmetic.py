@@ -2,7 +2,7 @@
 
 A problem `34+57-12+8?` is answered `34+57=91;91-12=79;79+8=87`: every step restates the running value, so one
 character-level transformer can learn it in minutes and still slips at temperature 1, which leaves room for
-reinforcement learning. All running values stay in 0..`limit` (two digits), so no sign and no third digit occurs.
+reinforcement learning. Running values stay in 0..`max(99, max_operand)`, so no sign and rarely a third digit occurs.
 
 Reward: 1.0 when the response is a well-formed chain whose last value is the answer, else 0.0. The parse is strict
 (no leading zeros, no trailing text) and the steps before the last value are *not* judged: the policy may find its
@@ -18,15 +18,16 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,5})"
 _CHAIN = re.compile(rf"{_NUMBER}[+-]{_NUMBER}={_NUMBER}(?:;{_NUMBER}[+-]{_NUMBER}={_NUMBER})*", re.ASCII)
 
 
-def make_math(rng: random.Random, *, num_ops: int, limit: int = 99) -> Problem:
-    """Draw one chain of `num_ops` operations on values in 0..`limit`."""
-    value = rng.randint(1, limit)
+def make_math(rng: random.Random, *, num_ops: int, max_operand: int = 99) -> Problem:
+    """Draw one chain of `num_ops` operations with operands in 1..`max_operand`."""
+    limit = max(99, max_operand)
+    value = rng.randint(1, max_operand)
     prompt, steps = str(value), []
     for _ in range(num_ops):
         # A sign that leaves no room for an operand of at least 1 is not offered.
-        signs = [sign for sign, room in (("+", limit - value), ("-", value)) if room >= 1]
-        sign = rng.choice(signs)
-        operand = rng.randint(1, limit - value if sign == "+" else value)
+        room = {"+": min(limit - value, max_operand), "-": min(value, max_operand)}
+        sign = rng.choice([sign for sign, largest in room.items() if largest >= 1])
+        operand = rng.randint(1, room[sign])
         result = value + operand if sign == "+" else value - operand
         steps.append(f"{value}{sign}{operand}={result}")
         prompt += f"{sign}{operand}"

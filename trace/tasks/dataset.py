@@ -6,69 +6,74 @@ own seed, and a prompt that occurred in an earlier split is never used again; co
 function (`trace_rl.tasks.programs`). The same sizes and seed give the same rows on every machine.
 """
 
+import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from trace_rl.errors import UserError
 from trace_rl.tasks.arithmetic import make_math, verify_math
 from trace_rl.tasks.problem import Problem, check_problems
 from trace_rl.tasks.programs import all_code_problems, split_of_function, verify_code
 
+VALIDATION_PER_KIND = 256
 
-@dataclass(frozen=True)
-class DatasetSizes:
-    """Rows per split. Code splits end where the family is exhausted; `train_code` None means every training row."""
-
-    train_math: int = 60_000
-    train_code: int | None = None
-    validation: int = 128  # per family
-    rl_math: int = 2_000
-    rl_code: int = 1_000
-    eval_math: int = 512
-    eval_math_long: int = 512
-    eval_code: int = 512
+_log = logging.getLogger(__name__)
 
 
 def build_splits(
-    sizes: DatasetSizes,
     *,
     seed: int,
-    num_ops: int = 3,
-    train_ops: tuple[int, ...] = (1, 2, 3, 3),
-    long_ops: tuple[int, ...] = (4, 5),
-    limit: int = 99,
+    train_problems: int = 20_000,
+    rl_problems: int = 4_096,
+    eval_problems: int = 512,
+    code_share: float = 0.5,
+    operands: int = 4,
+    long_operands: int = 5,
+    max_operand: int = 99,
 ) -> dict[str, list[Problem]]:
-    """Problems by split name: train, validation, rl, eval_math, eval_math_long, eval_code.
+    """Problems by split name: eval_math, eval_math_long, eval_code, rl, validation, train.
 
-    num_ops: operations of rl, validation and eval chains. train_ops: drawn from uniformly for training rows.
-    long_ops: the same for `eval_math_long`, which must be longer than anything trained.
+    operands: numbers in a chain of the rl, validation and evaluation splits; training chains are of this length or,
+    one in four, shorter. long_operands: numbers in a chain of `eval_math_long`. eval_problems: rows of each
+    evaluation split. A code split larger than its family is cut to what exists, with a warning.
     """
-    if min(long_ops) <= max(*train_ops, num_ops):
-        raise UserError(f"long_ops {long_ops} must all exceed the trained lengths {(*train_ops, num_ops)}")
+    if long_operands <= operands:
+        raise UserError(
+            f"data.long_operands {long_operands} must exceed data.operands {operands}: it is the longer-than-trained task"
+        )
     seen: set[str] = set()
 
-    def math(name: str, count: int, ops: tuple[int, ...]) -> list[Problem]:
+    def math(name: str, count: int, lengths: tuple[int, ...]) -> list[Problem]:
         rng = random.Random(f"{seed}/{name}")
-        return _draw(lambda: make_math(rng, num_ops=rng.choice(ops), limit=limit), count=count, seen=seen, name=name)
+        make = lambda: make_math(rng, num_ops=rng.choice(lengths) - 1, max_operand=max_operand)  # noqa: E731
+        return _draw(make, count=count, seen=seen, name=name)
 
-    code: dict[str, list[Problem]] = {"eval": [], "rl": [], "train": []}
+    code: dict[str, list[Problem]] = {"eval": [], "rl": [], "validation": [], "train": []}
     for problem in all_code_problems():
         code[split_of_function(problem.payload["function"], seed=seed)].append(problem)
-    for name, rows in code.items():
-        random.Random(f"{seed}/code/{name}").shuffle(rows)
 
+    def programs(name: str, count: int) -> list[Problem]:
+        rows = code[name]
+        random.Random(f"{seed}/code/{name}").shuffle(rows)
+        if count > len(rows):
+            _log.warning("code split %s: %d problems asked for, the family has %d", name, count, len(rows))
+        return rows[:count]
+
+    rl_code, train_code = round(code_share * rl_problems), round(code_share * train_problems)
+    shorter = tuple(range(2, operands))
     splits = {
-        "eval_math": math("eval_math", sizes.eval_math, (num_ops,)),
-        "eval_math_long": math("eval_math_long", sizes.eval_math_long, long_ops),
-        "eval_code": code["eval"][: sizes.eval_code],
+        "eval_math": math("eval_math", eval_problems, (operands,)),
+        "eval_math_long": math("eval_math_long", eval_problems, (long_operands,)),
+        "eval_code": programs("eval", eval_problems),
+        "rl": _interleave(math("rl", rl_problems - rl_code, (operands,)), programs("rl", rl_code)),
+        "validation": _interleave(
+            math("validation", VALIDATION_PER_KIND, (operands,)), programs("validation", VALIDATION_PER_KIND)
+        ),
+        "train": _interleave(
+            math("train", train_problems - train_code, shorter + 3 * len(shorter) * (operands,) or (operands,)),
+            programs("train", train_code),
+        ),
     }
-    rl_code = code["rl"][: sizes.rl_code]
-    validation_code = code["rl"][len(rl_code) : len(rl_code) + sizes.validation]
-    splits["validation"] = math("validation", sizes.validation, (num_ops,)) + validation_code
-    splits["rl"] = _interleave(math("rl", sizes.rl_math, (num_ops,)), rl_code)
-    train_code = code["train"] if sizes.train_code is None else code["train"][: sizes.train_code]
-    splits["train"] = math("train", sizes.train_math, train_ops) + train_code
     for name, problems in splits.items():
         check_problems(problems, source=name)
     return splits
@@ -91,7 +96,7 @@ def _draw(make: Callable[[], Problem], *, count: int, seen: set[str], name: str)
             problems.append(problem)
     if len(problems) == count:
         return problems
-    raise UserError(f"split {name}: only {len(problems)} of {count} distinct problems exist; lower its size")
+    raise UserError(f"split {name}: found only {len(problems)} of {count} distinct problems; lower its size")
 
 
 def _interleave(first: list[Problem], second: list[Problem]) -> list[Problem]:

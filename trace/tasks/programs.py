@@ -72,9 +72,9 @@ def all_code_problems() -> Iterator[Problem]:
 
 
 def split_of_function(function: str, *, seed: int) -> str:
-    """`eval` (1 in 8), `rl` (2 in 8) or `train`: a stable hash of the function, so that splits share no function."""
-    bucket = hashlib.sha256(f"{seed}/{function}".encode()).digest()[0] % 8
-    return "eval" if bucket == 0 else "rl" if bucket <= 2 else "train"
+    """`eval` (1 in 8), `rl` (1 in 4), `validation` (1 in 16) or `train`, by a stable hash of the function."""
+    bucket = hashlib.sha256(f"{seed}/{function}".encode()).digest()[0] % 16
+    return "eval" if bucket < 2 else "rl" if bucket < 6 else "validation" if bucket == 6 else "train"
 
 
 def extract_expression(response: str) -> str | None:
