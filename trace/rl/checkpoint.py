@@ -57,7 +57,8 @@ def load(path: Path, *, identity: str) -> TrainState | None:
     payload = torch.load(path, weights_only=False)
     if payload["identity"] != identity:
         raise UserError(
-            f"{path}: belongs to a run with other settings, data or starting weights; delete {path.parent} to start anew"
+            f"{path}: belongs to a run with other settings, data or starting weights; delete "
+            f"{path.parent} to start anew"
         )
     return payload["state"]
 

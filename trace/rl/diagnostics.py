@@ -54,7 +54,7 @@ def diagnose(trainer: Trainer) -> dict[str, float]:
 
 
 def full_recording(trainer: Trainer) -> GuidanceSpec | None:
-    """Whole codes of all layers for the tensors the engine quantizes, or None when it quantizes no activations or KV."""
+    """Whole codes of all layers for the tensors the engine quantizes; None when it quantizes neither."""
     quant = trainer.engine.quant
     tensors = (("fc1",) if quant.activations else ()) + (("k", "v") if quant.kv else ())
     return FULL.model_copy(update={"tensors": tensors}) if tensors else None

@@ -19,8 +19,8 @@ class PromptStream:
             raise UserError("the RL dataset is empty; raise data.rl_problems")
         if len(token_ids) < prompts_per_step:
             raise UserError(
-                f"the RL dataset has {len(token_ids)} problems, fewer than training.prompts_per_step {prompts_per_step}; "
-                "raise data.rl_problems or lower prompts_per_step"
+                f"the RL dataset has {len(token_ids)} problems, fewer than training.prompts_per_step "
+                f"{prompts_per_step}; raise data.rl_problems or lower prompts_per_step"
             )
         self._token_ids = token_ids
         self._prompts_per_step = prompts_per_step

@@ -38,7 +38,7 @@ class StalenessQueue:
         self.batches.append(item)
 
     def pop(self, *, policy_version: int) -> tuple[list[Trajectory], list[float], Counter[int], int]:
-        """The oldest batch: trajectories young enough, their rewards, the age histogram of all, and the number dropped."""
+        """The oldest batch: its young trajectories, their rewards, the ages of all, and the number dropped."""
         item = self.batches.popleft()
         ages = Counter(policy_version - t.policy_version for t in item.batch.trajectories)
         kept = [
