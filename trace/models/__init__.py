@@ -1,0 +1,1 @@
+"""Models: architecture families, the miniature, the hub, and export."""

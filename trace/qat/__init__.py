@@ -1,0 +1,1 @@
+"""Quantization-aware training driven through transformers' public registries: attach once, then run forwards."""
