@@ -66,7 +66,8 @@ pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' 
 say "2/3 $(grep -c '==' "$LOCK") locked packages"
 pip install --no-deps -r "$LOCK"
 say "3/3 trace-rl, editable"
-pip install --no-deps --no-build-isolation -e .
+# -qq: setuptools warns at length that a folder of the working directory may shadow the package.
+PIP_FLAGS=-qq pip install --no-deps --no-build-isolation -e .
 
 printf '%s\n%s\n' "$here" "$content" >"$STAMP.new"
 mv "$STAMP.new" "$STAMP"

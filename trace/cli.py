@@ -1,0 +1,281 @@
+"""`trace-rl STAGE`: one command per stage of the workflow; a rule of the DAG runs exactly one of them.
+
+A command reads the experiment, and hands it with the run's paths to `trace_rl.stages.<stage>.run`. Each imports its
+stage inside the function body, so that `--help` of any command needs neither PyTorch nor vLLM, and answers at once.
+
+Exit codes: 0; 2 for what a user can cause (one line on standard error, `error: ...`); 1 for a fault, with its
+traceback; 130 for Ctrl-C.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trace_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from trace_rl.config.experiment import ExperimentConfig
+    from trace_rl.config.method import PtqMethod, RlMethod
+    from trace_rl.config.paths import RunPaths
+
+app = typer.Typer(
+    name="trace-rl",
+    help="FP4 reinforcement learning of mixture-of-experts models, with rounding aligned between rollout and trainer.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Benchmarks.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(help="What a configuration file may say.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="Experiment (YAML).")]
+Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="Results go to DIR/<run of the config>.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a key, e.g. training.steps=5; repeatable."),
+]
+Method = Annotated[str, typer.Option("--method", "-m", metavar="NAME", help="A method of suite.methods.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="A seed of suite.seeds.")]
+
+CONFIG = Path("config/config.yaml")
+RESULTS = Path("results")
+
+
+def load(config: Path, results: Path, overrides: list[str] | None) -> "tuple[ExperimentConfig, RunPaths]":
+    """The validated experiment and where its run keeps artifacts."""
+    from trace_rl.config.load import parse_experiment, read_yaml
+    from trace_rl.config.paths import RunPaths
+
+    data = read_yaml(config)
+    for item in overrides or []:
+        override(data, item)
+    experiment = parse_experiment(data, source=str(config))
+    return experiment, RunPaths(run=experiment.run, root=results)
+
+
+def find_method(experiment: "ExperimentConfig", name: str, *, kind: str | None = None) -> "RlMethod | PtqMethod":
+    """The file of method `name`; UserError when it is of another kind than the stage works on."""
+    from trace_rl.config.load import load_method
+
+    method = load_method(Path(experiment.suite.methods_dir) / f"{name}.yaml")
+    if kind is not None and method.kind != kind:
+        stage = {"rl": "trained (trace-rl train)", "ptq": "quantized after training (trace-rl quantize)"}
+        raise UserError(f"--method {name}: this method is {stage[method.kind]}; give one that is {stage[kind]}")
+    return method
+
+
+def override(data: dict, item: str) -> None:
+    """Set one dotted key of `data` from `key.subkey=value`; the value is read as YAML."""
+    import yaml
+
+    key, equals, text = item.partition("=")
+    if not key or not equals:
+        raise UserError(f"--set {item}: expected KEY=VALUE, for example --set training.steps=5")
+    *parents, last = key.split(".")
+    section = data
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise UserError(f"--set {item}: {parent} is a value, not a section")
+    try:
+        section[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {item}: the value is not valid YAML") from error
+
+
+@app.command()
+def checkpoint(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Make the policy before RL.
+
+    Trained from scratch, taken from a directory, downloaded from a hub, or upcycled from a packaged model, as
+    checkpoint.source says.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import checkpoint
+
+    checkpoint.run(experiment, paths)
+
+
+@app.command()
+def data(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Write the problems of cold start, RL and evaluation.
+
+    No problem is in two of them.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import data
+
+    data.run(experiment.data, paths.data)
+
+
+@app.command()
+def calibrate(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Measure static encode scales and format errors.
+
+    Scales of activations and KV, experts that no token chose, and the error of each format on this policy.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import calibrate
+
+    calibrate.run(experiment, paths)
+
+
+@app.command()
+def audit(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Compare every tensor's format across the DAG.
+
+    Trainer, rollout engine and export must give each tensor the same format; any difference fails and is printed.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import audit
+
+    audit.run(experiment, paths)
+
+
+@app.command()
+def parity(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Compare log-probs of trainer and engine.
+
+    Before the first update and after one refit, in BF16 and in FP4; a breach fails with both numbers.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import parity
+
+    parity.run(experiment, paths)
+
+
+@app.command()
+def train(
+    method: Method, config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, overrides: Overrides = None
+) -> None:
+    """Train one method with one seed.
+
+    Continues from its last checkpoint; a finished run is left as it is.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import train
+
+    train.run(experiment, paths, method=find_method(experiment, method, kind="rl"), seed=seed)
+
+
+@app.command()
+def quantize(
+    method: Method, config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, overrides: Overrides = None
+) -> None:
+    """Quantize and export a trained policy."""
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import quantize
+
+    quantize.run(experiment, paths, method=find_method(experiment, method, kind="ptq"), seed=seed)
+
+
+@bench_app.command("rollout")
+def bench_rollout(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Time rollouts: bf16, fp4, fp4 + recording."""
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import bench
+
+    bench.run(experiment, paths)
+
+
+@app.command()
+def evaluate(
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", metavar="NAME", help="A method; without it, the policy before RL.")
+    ] = None,
+    config: Config = CONFIG,
+    seed: Seed = 0,
+    results: Results = RESULTS,
+    overrides: Overrides = None,
+) -> None:
+    """Measure accuracy in BF16 and FP4 execution."""
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import evaluate
+
+    evaluate.run(experiment, paths, method=None if method is None else find_method(experiment, method), seed=seed)
+
+
+@app.command()
+def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Write the report page and the summary."""
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import report
+
+    report.run(experiment, paths)
+
+
+@app.command()
+def summary(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Print one table of the run."""
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import summary
+
+    summary.run(experiment, paths)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Experiment (YAML).")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FILE", help="Instead: a model's config.json.")
+    ] = None,
+) -> None:
+    """Count guidance bytes before anything runs."""
+    if (config is None) == (model is None):
+        raise UserError("plan: give either an experiment (trace-rl plan config/config.yaml) or --model config.json")
+    from trace_rl.stages import plan
+
+    if model is not None:
+        plan.run_model(model)
+    else:
+        plan.run(load(config, RESULTS, None)[0])
+
+
+@app.command()
+def verify(
+    program: Annotated[Path, typer.Option("--program", metavar="FILE", help="Python file that defines solution(x).")],
+    tests: Annotated[
+        Path, typer.Option("--tests", metavar="FILE", help='JSON: [{"input": ..., "expected": ...}, ...].')
+    ],
+) -> None:
+    """Judge a program in the sandbox.
+
+    Prints {"passed": bool, "reason": str, "seconds": float}.
+    """
+    from trace_rl.stages import verify
+
+    verify.run(program, tests=tests)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """JSON schema of an experiment."""
+    import json
+
+    from trace_rl.config.experiment import ExperimentConfig
+
+    print(json.dumps(ExperimentConfig.model_json_schema(), indent=2))
+
+
+@config_app.command("defaults")
+def config_defaults() -> None:
+    """Every key with its default (YAML)."""
+    import yaml
+
+    from trace_rl.config.experiment import ExperimentConfig
+
+    print(yaml.safe_dump(ExperimentConfig().model_dump(mode="json"), sort_keys=False), end="")
+
+
+def main() -> None:
+    """Entry point of `trace-rl` and of `python -m trace_rl`."""
+    try:
+        app(prog_name="trace-rl")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
