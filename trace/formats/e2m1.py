@@ -21,7 +21,7 @@ MAX = 6.0
 SIGN_BIT = 8
 
 _EXPONENT_MASK = 0x7F800000
-_STEP_TO_MAGIC = 1.5 * 2**22  # times p: a float whose unit in the last place is p/2
+STEP_TO_MAGIC = 1.5 * 2**22  # times p: a float whose unit in the last place is p/2
 _VALUES = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES))
 _VALUES[SIGN_BIT] = 0.0  # plain zero for -0
 
@@ -35,8 +35,8 @@ def round_(y: Tensor) -> Tensor:
     """Round float32 ``y`` (modified: it is clamped to [-6, 6]) to the nearest E2M1 value; new tensor."""
     y.clamp_(-MAX, MAX)
     p = octave_(y)
-    t = torch.add(y, p, alpha=_STEP_TO_MAGIC)
-    return t.sub_(p, alpha=_STEP_TO_MAGIC)
+    t = torch.add(y, p, alpha=STEP_TO_MAGIC)
+    return t.sub_(p, alpha=STEP_TO_MAGIC)
 
 
 def round_nearest(y: Tensor) -> Tensor:
