@@ -33,7 +33,7 @@ config_app = typer.Typer(help="What a configuration file may say.", no_args_is_h
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 
-Config = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="Experiment (YAML).")]
+Config = Annotated[str, typer.Option("--config", "-c", metavar="FILE", help="Experiment: a YAML file, or JSON text.")]
 Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="Results go to DIR/<run of the config>.")]
 Overrides = Annotated[
     list[str] | None,
@@ -42,20 +42,31 @@ Overrides = Annotated[
 Method = Annotated[str, typer.Option("--method", "-m", metavar="NAME", help="A method of suite.methods.")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="A seed of suite.seeds.")]
 
-CONFIG = Path("config/config.yaml")
+CONFIG = "config/config.yaml"
 RESULTS = Path("results")
 
 
-def load(config: Path, results: Path, overrides: list[str] | None) -> "tuple[ExperimentConfig, RunPaths]":
-    """The validated experiment and where its run keeps artifacts."""
+def load(config: str, results: Path, overrides: list[str] | None) -> "tuple[ExperimentConfig, RunPaths]":
+    """The validated experiment and where its run keeps artifacts; a rule passes its sections as JSON text."""
     from trace_rl.config.load import parse_experiment, read_yaml
     from trace_rl.config.paths import RunPaths
 
-    data = read_yaml(config)
+    inline = config.lstrip().startswith("{")
+    data = read_json(config) if inline else read_yaml(Path(config))
     for item in overrides or []:
         override(data, item)
-    experiment = parse_experiment(data, source=str(config))
+    experiment = parse_experiment(data, source="--config" if inline else config)
     return experiment, RunPaths(run=experiment.run, root=results)
+
+
+def read_json(text: str) -> dict:
+    """The mapping written as JSON in `text`."""
+    import json
+
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--config: not valid JSON: {error}") from error
 
 
 def find_method(experiment: "ExperimentConfig", name: str, *, kind: str | None = None) -> "RlMethod | PtqMethod":
@@ -220,7 +231,7 @@ def summary(config: Config = CONFIG, results: Results = RESULTS, overrides: Over
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Experiment (YAML).")] = None,
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="Experiment (YAML).")] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FILE", help="Instead: a model's config.json.")
     ] = None,
@@ -257,19 +268,26 @@ def config_schema() -> None:
     """JSON schema of an experiment."""
     import json
 
-    from trace_rl.config.experiment import ExperimentConfig
+    from trace_rl.config.generate import experiment_schema
 
-    print(json.dumps(ExperimentConfig.model_json_schema(), indent=2))
+    print(json.dumps(experiment_schema(), indent=2))
 
 
 @config_app.command("defaults")
 def config_defaults() -> None:
-    """Every key with its default (YAML)."""
-    import yaml
+    """Every key with its default and its meaning (YAML)."""
+    from trace_rl.config.generate import default_yaml
 
-    from trace_rl.config.experiment import ExperimentConfig
+    print(default_yaml(), end="")
 
-    print(yaml.safe_dump(ExperimentConfig().model_dump(mode="json"), sort_keys=False), end="")
+
+@config_app.command("write")
+def config_write() -> None:
+    """Rewrite config.yaml, the schemas and the table of keys from the types (in a source tree)."""
+    from trace_rl.config.generate import write
+
+    for path in write(Path(".")):
+        print(path)
 
 
 def main() -> None:
