@@ -41,7 +41,7 @@ test-fast: setup  ## tests that need seconds
 
 lint: setup  ## style, workflow, floors and types
 	@echo "lint: ruff" && $(RUN) ruff check -q $(SOURCES) && $(RUN) ruff format -q --check $(SOURCES)
-	@echo "lint: import floors" && $(RUN) lint-imports --no-cache
+	@echo "lint: import floors" && $(RUN) lint-imports --no-cache --no-logo
 	@mkdir -p build/typing && ln -sfn ../../trace build/typing/trace_rl
 	@echo "lint: types" && $(RUN) mypy
 	@echo "lint: workflow" && $(RUN) snakefmt --check -q Snakefile workflow && $(RUN) snakemake --lint

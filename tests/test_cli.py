@@ -10,7 +10,14 @@ import pytest
 import yaml
 
 STAGES = ["checkpoint", "data", "calibrate", "audit", "parity", "train", "quantize", "evaluate", "report", "summary"]
-GROUPS = [["bench"], ["bench", "rollout"], ["config"], ["config", "schema"], ["config", "defaults"]]
+GROUPS = [
+    ["bench"],
+    ["bench", "rollout"],
+    ["config"],
+    ["config", "schema"],
+    ["config", "defaults"],
+    ["config", "write"],
+]
 COMMANDS = [[], *([name] for name in STAGES), ["plan"], ["verify"], *GROUPS]
 HEAVY = ("torch", "vllm", "transformers", "mlflow")
 

@@ -264,30 +264,34 @@ def verify(
 
 
 @config_app.command("schema")
-def config_schema() -> None:
-    """JSON schema of an experiment."""
+def config_schema(
+    method: Annotated[bool, typer.Option("--method", help="Of a method file instead of an experiment.")] = False,
+) -> None:
+    """Print the JSON schema of an experiment."""
     import json
 
-    from trace_rl.config.generate import experiment_schema
+    from trace_rl.config.generate import experiment_schema, method_schema
 
-    print(json.dumps(experiment_schema(), indent=2))
+    print(json.dumps(method_schema() if method else experiment_schema(), indent=2))
 
 
 @config_app.command("defaults")
 def config_defaults() -> None:
-    """Every key with its default and its meaning (YAML)."""
+    """Print every key with its default and meaning."""
     from trace_rl.config.generate import default_yaml
 
     print(default_yaml(), end="")
 
 
 @config_app.command("write")
-def config_write() -> None:
-    """Rewrite config.yaml, the schemas and the table of keys from the types (in a source tree)."""
+def config_write(
+    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="The repository.")] = Path("."),
+) -> None:
+    """Rewrite config.yaml, schemas and the table of keys."""
     from trace_rl.config.generate import write
 
-    for path in write(Path(".")):
-        print(path)
+    for path in write(root):
+        print(f"wrote {path}")
 
 
 def main() -> None:
