@@ -44,11 +44,11 @@ lint: setup  ## style, workflow, floors and types
 	@echo "lint: import floors" && $(RUN) lint-imports --no-cache --no-logo
 	@mkdir -p build/typing && ln -sfn ../../trace build/typing/trace_rl
 	@echo "lint: types" && $(RUN) mypy
-	@echo "lint: workflow" && $(RUN) snakefmt --check -q Snakefile workflow && $(RUN) snakemake --lint
+	@echo "lint: workflow" && $(RUN) snakefmt --check Snakefile workflow && $(RUN) snakemake --lint
 
 format: setup  ## rewrite the code in the house style
 	@$(RUN) ruff check -q --fix $(SOURCES) && $(RUN) ruff format -q $(SOURCES)
-	@$(RUN) snakefmt -q Snakefile workflow
+	@$(RUN) snakefmt Snakefile workflow
 
 ui: setup  ## compare runs in MLflow at http://127.0.0.1:5000
 	@mkdir -p results
