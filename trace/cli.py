@@ -3,8 +3,8 @@
 A command reads the experiment, and hands it with the run's paths to `trace_rl.stages.<stage>.run`. Each imports its
 stage inside the function body, so that `--help` of any command needs neither PyTorch nor vLLM, and answers at once.
 
-Exit codes: 0; 2 for what a user can cause (one line on standard error, `error: ...`); 1 for a fault, with its
-traceback; 130 for Ctrl-C.
+Exit codes: 0; 2 for what a user can cause (`error: ...` on standard error); 1 for a check of the DAG that said no
+(`failed: ...`) and for a fault, with its traceback; 130 for Ctrl-C.
 """
 
 import sys
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trace_rl.errors import UserError
+from trace_rl.stages.failure import StageFailure
 
 if TYPE_CHECKING:
     from trace_rl.config.experiment import ExperimentConfig
@@ -215,18 +216,20 @@ def evaluate(
 def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
     """Write the report page and the summary."""
     experiment, paths = load(config, results, overrides)
+    from trace_rl.config.load import load_suite
     from trace_rl.stages import report
 
-    report.run(experiment, paths)
+    report.run(experiment, paths, methods=load_suite(experiment))
 
 
 @app.command()
 def summary(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
     """Print one table of the run."""
     experiment, paths = load(config, results, overrides)
+    from trace_rl.config.load import load_suite
     from trace_rl.stages import summary
 
-    summary.run(experiment, paths)
+    summary.run(experiment, paths, methods=load_suite(experiment))
 
 
 @app.command()
@@ -301,3 +304,6 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except StageFailure as failure:
+        print(f"failed: {failure}", file=sys.stderr)
+        sys.exit(1)

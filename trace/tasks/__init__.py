@@ -1,0 +1,1 @@
+"""What the policy is asked: problem generators, verifiers, and the sandbox that runs what it wrote."""
