@@ -1,0 +1,88 @@
+# What the rules share: the validated experiment, where artifacts are, and what makes a job run again.
+#
+# Snakemake reruns a job when its `params` change, so a rule's params hold exactly what its result depends on:
+#   config  the settings its stage reads (trace/config/stages.py), which is also all the stage is given
+#   method  the content of the method file
+#   code    a digest of the modules its stage imports
+# Gates (audit, parity) are `ancient` inputs: they must pass first, but passing again does not retrain.
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import validate
+
+from trace_rl.config import stages
+from trace_rl.config.load import load_suite, parse_experiment
+from trace_rl.config.method import RlMethod
+from trace_rl.config.paths import RunPaths
+from trace_rl.errors import UserError
+
+
+def read_experiment(config):
+    """The experiment and its methods; the types are asked before the schema because their messages say the remedy."""
+    source = ", ".join(map(str, workflow.configfiles)) or "--config"
+    try:
+        experiment = parse_experiment(config, source=source)
+        methods = load_suite(experiment)
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+    validate(config, schema="../schemas/config.schema.yaml", set_default=False)
+    return experiment, methods
+
+
+EXPERIMENT, METHODS = read_experiment(config)
+PATHS = RunPaths(EXPERIMENT.run)
+SEEDS = EXPERIMENT.suite.seeds
+TRAINED = [name for name, method in METHODS.items() if isinstance(method, RlMethod)]
+EXPORTED = [name for name in METHODS if name not in TRAINED]
+
+# These three outlive the Python objects that make them: a path pattern, a log and a benchmark file of a job.
+TRAIN = str(PATHS.base / "train" / "{method}" / "seed{seed}")
+QUANTIZED = str(PATHS.base / "quantize" / "{method}" / "seed{seed}")
+EVALUATED = str(PATHS.base / "evaluate" / "{method}" / "seed{seed}")
+LOGS = str(PATHS.base / "logs")
+BENCHMARKS = str(PATHS.base / "benchmarks")
+
+TRACKING_SETUP = "{} -m trace_rl.tracking {} || echo 'tracking is off' >&2".format(
+    shlex.quote(sys.executable),
+    shlex.quote(stages.canonical_json(EXPERIMENT.model_dump(mode="json", include={"run", "tracking"}))),
+)
+
+
+def one_of(names):
+    """A regular expression that matches exactly these names, and nothing when there are none."""
+    return "|".join(names) or "(?!)"
+
+
+def settings(stage):
+    """The settings of a stage as one line of JSON."""
+    return stages.canonical_json(stages.stage_config(EXPERIMENT, stage))
+
+
+def method_settings(wildcards):
+    """What the method file of a job says, without its descriptions."""
+    return stages.method_json(METHODS[wildcards.method])
+
+
+def base_policy(wildcards):
+    """The trained policy that a method quantizes."""
+    return f"{PATHS.train(METHODS[wildcards.method].base, wildcards.seed)}/policy"
+
+
+def evaluated_policy(wildcards):
+    """The policy of a method: trained, or exported after training."""
+    if wildcards.method in TRAINED:
+        return f"{PATHS.train(wildcards.method, wildcards.seed)}/policy"
+    return PATHS.quantized(wildcards.method, wildcards.seed)
+
+
+def show_results():
+    """What a run ends with on the screen."""
+    table = PATHS.base / "summary.txt"
+    if table.is_file():
+        print(table.read_text())
+    print(f"report: {PATHS.report / 'index.html'}")
+    print("compare runs in MLflow: make ui")

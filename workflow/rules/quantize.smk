@@ -1,0 +1,22 @@
+# A trained policy quantized afterwards: packed weights in the field's checkpoint layout.
+rule quantize:
+    input:
+        policy=base_policy,
+        scales=rules.calibrate.output.scales,
+    output:
+        directory(QUANTIZED),
+    log:
+        f"{LOGS}/quantize/{{method}}/seed{{seed}}.log",
+    benchmark:
+        f"{BENCHMARKS}/quantize/{{method}}/seed{{seed}}.tsv"
+    wildcard_constraints:
+        method=one_of(EXPORTED),
+    conda:
+        "../envs/trace.yaml"
+    params:
+        config=settings("quantize"),
+        method=method_settings,
+        code=stages.code_digest("quantize"),
+    shell:
+        "OMP_NUM_THREADS={threads} trace-rl quantize --config {params.config:q}"
+        " --method {wildcards.method} --seed {wildcards.seed} > {log} 2>&1"

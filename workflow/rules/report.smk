@@ -1,0 +1,48 @@
+# One table (`snakemake summary` needs no MLflow) and the report page beside the paper's numbers.
+rule summary:
+    input:
+        gates=[rules.audit.output, rules.parity.output],
+        calibration=rules.calibrate.output.metrics,
+        training=expand(rules.train.output, method=TRAINED, seed=SEEDS),
+        start=rules.evaluate_start.output,
+        evaluation=expand(rules.evaluate.output, method=METHODS, seed=SEEDS),
+    output:
+        summary=report(
+            PATHS.summary,
+            caption="../report/summary.rst",
+            category="Summary",
+        ),
+        table=PATHS.base / "summary.txt",
+    log:
+        f"{LOGS}/summary.log",
+    benchmark:
+        f"{BENCHMARKS}/summary.tsv"
+    conda:
+        "../envs/trace.yaml"
+    params:
+        config=settings("summary"),
+        methods=[method.model_dump_json() for method in METHODS.values()],
+        code=stages.code_digest("summary"),
+    shell:
+        "trace-rl summary --config {params.config:q} > {output.table} 2> {log}"
+
+
+rule report:
+    input:
+        summary=rules.summary.output.summary,
+        training=rules.summary.input.training,
+        bench=rules.bench_rollout.output,
+    output:
+        directory(PATHS.report),
+    log:
+        f"{LOGS}/report.log",
+    benchmark:
+        f"{BENCHMARKS}/report.tsv"
+    conda:
+        "../envs/trace.yaml"
+    params:
+        config=settings("report"),
+        methods=[method.model_dump_json() for method in METHODS.values()],
+        code=stages.code_digest("report"),
+    shell:
+        "trace-rl report --config {params.config:q} > {log} 2>&1"

@@ -1,0 +1,27 @@
+# RL of one method with one seed. Snakemake deletes declared outputs before a job starts, so a killed run keeps its state
+# in an undeclared directory (RunPaths.state) and continues from there.
+rule train:
+    input:
+        checkpoint=rules.checkpoint.output,
+        data=rules.data.output,
+        scales=rules.calibrate.output.scales,
+        gates=ancient([rules.audit.output, rules.parity.output]),
+    output:
+        policy=directory(f"{TRAIN}/policy"),
+        steps=f"{TRAIN}/metrics.jsonl",
+        metrics=f"{TRAIN}/metrics.json",
+    log:
+        f"{LOGS}/train/{{method}}/seed{{seed}}.log",
+    benchmark:
+        f"{BENCHMARKS}/train/{{method}}/seed{{seed}}.tsv"
+    wildcard_constraints:
+        method=one_of(TRAINED),
+    conda:
+        "../envs/trace.yaml"
+    params:
+        config=settings("train"),
+        method=method_settings,
+        code=stages.code_digest("train"),
+    shell:
+        "OMP_NUM_THREADS={threads} trace-rl train --config {params.config:q}"
+        " --method {wildcards.method} --seed {wildcards.seed} > {log} 2>&1"
