@@ -5,8 +5,8 @@ enough successes in a group of eight for a gradient. Accuracy climbs steeply wit
 are validated often (sampled responses at temperature 1, judged by the task's verifier) and the validated weights
 nearest to `target_accuracy` win; training stops once the target is passed.
 
-Numerics: forward and backward in BF16, FP32 master weights, AdamW with linear warm-up and cosine decay, next-token loss on response
-tokens only, plus the load-balancing loss of Switch Transformers (arXiv 2101.03961) so that no expert stays idle.
+Numerics: forward and backward in BF16, FP32 master weights, AdamW with linear warm-up and cosine decay, next-token
+loss on response tokens only, plus the load-balancing loss of Switch Transformers (arXiv 2101.03961) so that no expert stays idle.
 
 Resume: the batch of a step is a function of (seed, step), so the state is master weights, optimizer moments, step and
 the best candidate. It lies in a directory beside the output, which a workflow manager does not delete. A killed run
@@ -44,6 +44,8 @@ ROUTER_LOSS = 0.01
 FINAL_LR_SHARE = 0.1
 LENGTH_STEP = 4  # sequences are padded to a multiple of it: few shapes for oneDNN, little padding
 WINDOW_STEPS = 16  # batches are cut from a window of this many steps sorted by length
+LOSS_DECAY = 0.98
+VALIDATE_BELOW_LOSS = 0.25  # a policy above it finishes next to no chain: sampling would be wasted time
 VALIDATION_SEED = 20_26
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class _Trainer:
             betas=BETAS,
             eps=1e-9,
         )
-        self.step, self.cpu_s, self.history, self.best = 0, 0.0, [], None
+        self.step, self.cpu_s, self.loss, self.history, self.best = 0, 0.0, None, [], None
         splits = build_splits(**data.model_dump(exclude={"source"}))
         self.train_rows = _encode(self.tokenizer, problems=splits["train"])
         self.max_new_tokens = max(len(ids) - prompt for rows in self.train_rows.values() for ids, prompt in rows) + 4
@@ -105,13 +107,15 @@ class _Trainer:
         bar = tqdm(total=recipe.steps, initial=self.step, desc="cold start", unit="step", mininterval=1.0)
         while self.step < recipe.steps and not self._passed_target():
             loss = self._update()
+            self.loss = loss if self.loss is None else LOSS_DECAY * self.loss + (1 - LOSS_DECAY) * loss
             self.step += 1
             self.cpu_s = cpu_before + time.process_time() - started
             bar.update()
             last = self.step == recipe.steps
-            if self.step % recipe.validate_every == 0 or last:
-                self._validate(loss)
-                bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{self.history[-1]['accuracy']:.3f}")
+            if last or (self.step % recipe.validate_every == 0 and self.loss < VALIDATE_BELOW_LOSS):
+                self._validate()
+            accuracy = f"{self.history[-1]['accuracy']:.3f}" if self.history else "-"
+            bar.set_postfix(loss=f"{self.loss:.3f}", accuracy=accuracy, refresh=False)
             if self.step % recipe.checkpoint_every == 0 or last or self._passed_target():
                 self.cpu_s = cpu_before + time.process_time() - started
                 self._save_state()
@@ -150,7 +154,7 @@ class _Trainer:
         with torch.no_grad():
             torch._foreach_copy_(list(self.model.parameters()), self.master)
 
-    def _validate(self, loss: float) -> None:
+    def _validate(self) -> None:
         """Success rates at temperature 1; keeps the weights when they are the nearest to the target so far."""
         accuracy = success_rates(
             self.model, tokenizer=self.tokenizer, problems=self.validation, temperature=1.0,
@@ -158,8 +162,8 @@ class _Trainer:
         )
         mean = sum(accuracy.values()) / len(accuracy)
         distance = abs(mean - self.recipe.target_accuracy)
-        self.history.append({"step": self.step, "loss": loss, "accuracy": mean, **accuracy})
-        _log.info("step %d loss %.4f %s cpu %.0f s", self.step, loss, accuracy, self.cpu_s)
+        self.history.append({"step": self.step, "loss": self.loss, "accuracy": mean, **accuracy})
+        _log.info("step %d loss %.4f %s cpu %.0f s", self.step, self.loss, accuracy, self.cpu_s)
         if self.best is None or distance < self.best["distance"]:
             weights = {name: p.detach().to(torch.bfloat16) for name, p in zip(self.names, self.master, strict=True)}
             self.best = {"step": self.step, "distance": distance, "accuracy": accuracy, "weights": weights}
@@ -170,8 +174,8 @@ class _Trainer:
     def _save_state(self) -> None:
         temporary = self.state_dir / "state.pt.tmp"
         state = {
-            "digest": self.digest, "step": self.step, "cpu_s": self.cpu_s, "history": self.history, "best": self.best,
-            "master": [p.detach() for p in self.master], "optimizer": self.optimizer.state_dict(),
+            "digest": self.digest, "step": self.step, "cpu_s": self.cpu_s, "loss": self.loss, "history": self.history,
+            "best": self.best, "master": [p.detach() for p in self.master], "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
         torch.save(state, temporary)
@@ -185,7 +189,7 @@ class _Trainer:
         if state["digest"] != self.digest:
             _log.warning("%s belongs to another configuration; starting from scratch", path)
             return
-        self.step, self.cpu_s = state["step"], state["cpu_s"]
+        self.step, self.cpu_s, self.loss = state["step"], state["cpu_s"], state["loss"]
         self.history, self.best = state["history"], state["best"]
         with torch.no_grad():
             torch._foreach_copy_(self.master, state["master"])

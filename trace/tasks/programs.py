@@ -7,7 +7,7 @@ ones mean a line, differences of 2 a square), then the product at the first inpu
 Reward: 1.0 when the expression reproduces *hidden* inputs that the prompt does not show, else 0.0. The derivation is
 not judged. Model-written text never reaches `eval`: `trace_rl.tasks.verify` walks a whitelisted syntax tree.
 
-Families (a 1..9, shown values 0..99): `a*x+b`, `a*x-b`, `b-a*x`, `x*x+b`, `x*x-b`, `b-x*x`. Splits are cut by
+Families (a 1..9, shown values 0..59): `a*x+b`, `a*x-b`, `b-a*x`, `x*x+b`, `x*x-b`, `b-x*x`. Splits are cut by
 *function*, not by prompt, so a test problem's function was never seen in training at any input.
 """
 
@@ -19,7 +19,7 @@ from trace_rl.tasks.problem import Problem
 from trace_rl.tasks.verify import judge_expression
 
 MARKER = "|"
-_SHOWN_MAX = 99
+_SHOWN_MAX = 59
 _NUM_SHOWN = 3
 _NUM_HIDDEN = 6
 _HIDDEN_RANGE = range(-9, 21)
