@@ -1,4 +1,4 @@
-"""Evaluate a one-line integer expression in x without executing it: a tokenizer, `ast.parse`, and a walk over a whitelist.
+"""Evaluate a one-line integer expression in x without executing it: tokens, `ast.parse`, and a walk over a whitelist.
 
     expression := integers, x, + - * // % **, unary minus and plus, parentheses, abs(a), min(a, b, ...), max(a, b, ...)
 
