@@ -18,8 +18,8 @@ class EngineConfig(Section):
     """Sequences decoded together."""
     max_num_batched_tokens: int = Field(default=2048, ge=16)
     """Tokens of one engine step; longer prompts are prefilled in chunks."""
-    block_size: int = Field(default=16, ge=16, multiple_of=16)
-    """Tokens per KV-cache block."""
+    block_size: int = Field(default=32, ge=32, multiple_of=32)
+    """Tokens per KV-cache block; vLLM on CPU takes multiples of 32."""
     num_kv_blocks: int | None = Field(default=None, ge=2)
     """KV-cache blocks; null sizes the cache from ``kv_cache_gib``. Few blocks force preemption."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)

@@ -36,7 +36,7 @@ from trace_rl.rollout.engine import RolloutEngine, open_engine
 from trace_rl.tasks.dataset import score
 from trace_rl.tasks.problem import Problem, read_jsonl
 
-IDENTITY_SECTIONS = ("checkpoint", "data", "format", "engine", "sampling", "training", "calibrate")
+IDENTITY_SECTIONS = ("data", "format", "engine", "sampling", "training")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -97,6 +97,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: in
     with tracking.stage_run(
         config,
         stage="train",
+        paths=paths,
         wildcards={"method": method.name, "seed": seed},
         digests={"identity": this.identity},
         tags={"method": method.name, "seed": str(seed), "quant_hash": this.rollout_quant.hash()},

@@ -1,0 +1,98 @@
+"""The training stage: killed and continued, it ends with the same bits; finished, it only writes its outputs again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny import tiny_config, tiny_run
+
+from trace_rl.config.load import load_method
+from trace_rl.config.paths import RunPaths
+from trace_rl.stages import train
+
+METHODS = Path(__file__).resolve().parents[1] / "config" / "methods"
+
+
+def policy(paths: RunPaths, name: str):
+    return load_file(paths.train(name, 0) / "policy" / "model.safetensors")
+
+
+def identical(first, second) -> bool:
+    return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+
+
+def test_every_shipped_rl_method_trains_a_step(tmp_path):
+    config = tiny_config(training={"steps": 1, "diagnose_every": 1, "checkpoint_every": 1})
+    paths = tiny_run(tmp_path, config=config)
+    for file in sorted(METHODS.glob("*.yaml")):
+        method = load_method(file)
+        if method.kind != "rl":
+            continue
+        train.run(config, paths, method=method, seed=0)
+        row = json.loads((paths.train(method.name, 0) / "metrics.jsonl").read_text().splitlines()[0])
+        assert row["replayed_fraction"] == (1.0 if method.router_replay == "r3" else 0.0)
+        assert (row.get("guidance_bytes_per_token", 0) > 0) == (method.guidance is not None)
+
+
+def test_guidance_closes_the_gap_that_nearest_rounding_leaves(tmp_path):
+    config = tiny_config(training={"steps": 1, "diagnose_every": 1})
+    paths = tiny_run(tmp_path, config=config)
+    train.run(config, paths, method=load_method(METHODS / "trace_full.yaml"), seed=0)
+    row = json.loads((paths.train("trace_full", 0) / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["diag/own/mismatch"] == 0.0
+    assert row["diag/own/gap_mean"] <= row["diag/rtn/gap_mean"] < row["diag/off/gap_mean"]
+
+
+def kill_after_first_checkpoint(argv: list[str], *, state: Path, timeout_s: float = 240.0) -> None:
+    """Start a training process and kill -9 it once a checkpoint stands."""
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + timeout_s
+    while not list(state.rglob("checkpoint.pt")):
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("engine", "staleness"),
+    [
+        pytest.param("torch", 1, marks=pytest.mark.slow),
+        pytest.param("vllm", 0, marks=[pytest.mark.slow, pytest.mark.engine]),
+    ],
+)
+def test_killed_and_continued_equals_uninterrupted(tmp_path, engine, staleness):
+    config = tiny_config(
+        engine={"name": engine}, training={"steps": 8, "checkpoint_every": 2, "staleness": staleness}
+    )
+    killed, whole = (tiny_run(tmp_path / name, config=config) for name in ("killed", "whole"))
+
+    def argv(root: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "trace_rl", "train", "--method", "trace", "--seed", "0"),
+            *("--config", config.model_dump_json(), "--results", str(tmp_path / root)),
+        ]
+
+    kill_after_first_checkpoint(argv("killed"), state=killed.base / "state")
+    assert not (killed.train("trace", 0) / "policy").exists()
+    continued = subprocess.run(argv("killed"), check=True, capture_output=True, text=True)
+    assert "continuing after step" in continued.stdout
+    subprocess.run(argv("whole"), check=True, capture_output=True)
+    assert identical(policy(killed, "trace"), policy(whole, "trace"))
+
+    def rows(paths: RunPaths) -> list[dict]:
+        lines = (paths.train("trace", 0) / "metrics.jsonl").read_text().splitlines()
+        timed = ("seconds/", "tokens_per_s")
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
+
+    assert rows(killed) == rows(whole)
+    again = subprocess.run(argv("whole"), check=True, capture_output=True, text=True)
+    assert "all 8 steps are done" in again.stdout
+    assert identical(policy(killed, "trace"), policy(whole, "trace"))

@@ -1,0 +1,56 @@
+"""Stage ``report``: the page that shows a run beside the paper."""
+
+import csv
+from pathlib import Path
+
+from trace_rl import tracking
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.method import PtqMethod, RlMethod
+from trace_rl.config.paths import RunPaths
+from trace_rl.report.collect import read
+from trace_rl.report.document import write
+from trace_rl.report.figures import Runs
+from trace_rl.report.page import build
+from trace_rl.rl.metrics_log import MetricsLog
+
+
+def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
+    """Write ``index.html``, ``report.md`` and the figures."""
+    with tracking.stage_run(config, stage="report", paths=paths) as tracker:
+        document = build(
+            read(paths.summary),
+            config=config,
+            methods=methods,
+            runs=step_metrics(paths, methods=methods, seeds=config.suite.seeds),
+            artifacts={
+                "calibration": read(paths.calibration_metrics),
+                "audit": read(paths.audit),
+                "parity": read(paths.parity),
+                "bench": read(paths.bench_rollout),
+            },
+            seconds=rule_seconds(paths.base / "benchmarks"),
+        )
+        write(document, paths.report)
+        tracker.log_artifact(paths.report)
+    print(f"report: {paths.report / 'index.html'}")
+
+
+def step_metrics(paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]) -> Runs:
+    """Rows of ``metrics.jsonl`` of every trained run."""
+    return {
+        (name, seed): MetricsLog(paths.train(name, seed) / "metrics.jsonl").rows()
+        for name, method in methods.items()
+        if isinstance(method, RlMethod)
+        for seed in seeds
+    }
+
+
+def rule_seconds(folder: Path) -> dict[str, float]:
+    """Wall seconds of each job, from the workflow's benchmark files."""
+    seconds = {}
+    for path in sorted(folder.rglob("*.tsv")):
+        with path.open() as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        if rows:
+            seconds[str(path.relative_to(folder).with_suffix(""))] = float(rows[-1]["s"])
+    return seconds

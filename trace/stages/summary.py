@@ -1,0 +1,47 @@
+"""Stage ``summary``: one JSON of the whole run, and one table on the screen."""
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.method import PtqMethod, RlMethod
+from trace_rl.config.paths import RunPaths
+from trace_rl.report.claims import average, seed_mean, show
+from trace_rl.report.collect import collect
+
+
+def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
+    """Write ``summary.json``."""
+    summary = collect(paths, methods=methods, seeds=config.suite.seeds)
+    temporary = paths.summary.with_suffix(".tmp")
+    temporary.write_text(json.dumps(summary, indent=1) + "\n")
+    temporary.replace(paths.summary)
+    show_table(paths)
+
+
+def show_table(paths: RunPaths) -> None:
+    """Print the summary of a finished run."""
+    summary = json.loads(paths.summary.read_text())
+    table = Table(title=f"run {paths.run}: FP4 is emulated; accuracy in percent ± standard error")
+    for column in ("method", "FP4", "BF16", "reward", "gap", "mismatch %", "bytes/token", "s/step", "collapsed"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, seeds in summary["methods"].items():
+        fp4, bf16 = (average(summary, name, execution) for execution in ("fp4", "bf16"))
+        start, end = (seed_mean(summary, name, key) for key in ("reward_start", "reward_end"))
+        gap = seed_mean(summary, name, "logprob_gap_mean")
+        mismatch = seed_mean(summary, name, "codeword_mismatch")
+        collapsed = sum(bool(record["collapsed"]) for record in seeds.values())
+        table.add_row(
+            name,
+            show(fp4),
+            show(bf16),
+            "–" if start is None else f"{start:.2f} → {end:.2f}",
+            "–" if gap is None else f"{gap:.4f}",
+            "–" if mismatch is None else f"{100 * mismatch:.2f}",
+            f"{seed_mean(summary, name, 'guidance_bytes_per_token') or 0:.0f}",
+            f"{seed_mean(summary, name, 'step_s', 'step') or 0:.2f}",
+            f"{collapsed} of {len(seeds)}",
+        )
+    Console().print(table)
