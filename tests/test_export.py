@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trace_rl import formats
-from trace_rl.config.quant import QuantSpec
+from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models import checkpoint_io, export
@@ -51,11 +51,11 @@ def edit_json(path: Path, **changes) -> None:
 
 
 def test_a_good_checkpoint_validates(checkpoint):
-    info = checkpoint_io.validate(checkpoint, block_size=16)
+    info = checkpoint_io.validate_checkpoint(checkpoint, quant=QuantSpec())
     assert info.dims == {"hidden_size": 32, "expert_width": 16, "head_dim": 16}
     assert info.tokenizer_size == info.vocab_size
     manifest = checkpoint_io.build_manifest(info, source={"source": "local"})
-    assert manifest["num_parameters"] > 0 and manifest["weight_bytes"] == 2 * manifest["num_parameters"]
+    assert manifest["weight_bytes"] == 2 * manifest["num_parameters"] > 0
 
 
 def _no_directory(path): shutil.rmtree(path)
@@ -112,13 +112,14 @@ def _small_embedding(path):
 def test_each_fault_is_one_clear_error(checkpoint, damage, message):
     damage(checkpoint)
     with pytest.raises(UserError, match=message) as error:
-        checkpoint_io.validate(checkpoint, block_size=16)
+        checkpoint_io.validate_checkpoint(checkpoint, quant=QuantSpec())
     assert "\n" not in str(error.value)
 
 
 def test_an_fp4_dimension_must_hold_whole_blocks(checkpoint):
-    with pytest.raises(UserError, match="expert_width 16 is not a multiple of the FP4 block size 32"):
-        checkpoint_io.validate(checkpoint, block_size=32)
+    with pytest.raises(UserError, match="expert_width 16 is not a multiple of the FP4 block size 32 of mxfp4"):
+        checkpoint_io.validate_checkpoint(checkpoint, quant=QuantSpec(format="mxfp4"))
+    checkpoint_io.validate_checkpoint(checkpoint, quant=BF16)
 
 
 def test_the_digest_ignores_sharding_but_not_values(checkpoint):
@@ -141,9 +142,9 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path):
     target = tmp_path / "out"
     with checkpoint_io.replaced_directory(target) as directory:
         (directory / "a").write_text("old")
-    with pytest.raises(RuntimeError), checkpoint_io.replaced_directory(target) as directory:
+    with pytest.raises(FileNotFoundError), checkpoint_io.replaced_directory(target) as directory:  # noqa: PT012
         (directory / "a").write_text("new")
-        raise RuntimeError
+        shutil.copyfile(tmp_path / "missing", directory / "b")
     assert (target / "a").read_text() == "old"
     with checkpoint_io.replaced_directory(target) as directory:
         (directory / "a").write_text("new")
@@ -171,14 +172,14 @@ def test_the_export_is_the_fake_quantized_policy_bit_for_bit(checkpoint, tmp_pat
             assert torch.equal(read[f"{stem}.gate_up_proj"][expert].view(torch.int32), want.view(torch.int32))
     assert torch.equal(read["model.layers.1.mlp.gate.weight"], stored["model.layers.1.mlp.gate.weight"])
     config = json.loads((target / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "trace_nvfp4" and config["packed"] is True
+    assert (config["quant_method"], config["packed"]) == ("trace_nvfp4", True)
     assert QuantSpec.model_validate(config["quant"]) == quant
     assert config["scales"]["fc1"] == {"0": 60.0, "1": 61.5}
     names = load_file(target / "model.safetensors")
     assert names["model.layers.0.mlp.experts.gate_up_proj.codes"].shape == (4, 32, 16)
     assert names["model.layers.0.mlp.experts.gate_up_proj.block_scale"].shape == (4, 32, 2)
     assert names["model.layers.0.mlp.experts.down_proj.encode_scale"].shape == (4,)
-    checkpoint_io.validate(target, block_size=16)
+    checkpoint_io.validate_checkpoint(target, quant=QuantSpec())
 
 
 def test_packed_scopes_are_read_from_the_files(checkpoint, tmp_path):

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from trace_rl import formats
+from trace_rl.config.quant import QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.models.families import family_of
 
@@ -68,7 +70,9 @@ def weight_map(directory: Path) -> dict[str, str]:
         files = sorted(set(mapping.values()))
         missing = [name for name in files if not (directory / name).is_file()]
         if missing:
-            raise UserError(f"{directory}: {len(missing)} of {len(files)} weight files missing, first {missing[0]}; fetch them again")
+            raise UserError(
+                f"{directory}: {len(missing)} of {len(files)} weight files missing, first {missing[0]}; fetch them"
+            )
     else:
         files = sorted(path.name for path in directory.glob("*.safetensors"))
         if not files:
@@ -80,11 +84,15 @@ def weight_map(directory: Path) -> dict[str, str]:
             with safe_open(directory / name, framework="pt") as file:
                 held.update(dict.fromkeys(file.keys(), name))
         except SafetensorError as error:
-            raise UserError(f"{directory / name}: damaged or incomplete safetensors file ({error}); fetch it again") from error
+            raise UserError(
+                f"{directory / name}: damaged or incomplete safetensors file ({error}); fetch it again"
+            ) from error
     if mapping is not None:
         lost = sorted(set(mapping) - set(held))
         if lost:
-            raise UserError(f"{directory}: {len(lost)} tensors of {INDEX} are in no file, first {lost[0]}; fetch the shards again")
+            raise UserError(
+                f"{directory}: {len(lost)} tensors of {INDEX} are in no file, first {lost[0]}; fetch the shards again"
+            )
     return held
 
 
@@ -120,12 +128,14 @@ def fp4_dimensions(config: Any) -> dict[str, int]:
     }
 
 
-def check_block(dims: dict[str, int], *, block_size: int, where: str) -> None:
-    """Every FP4 dimension must hold whole blocks: a ragged block would need its own scale layout."""
+def check_blocks(dims: dict[str, int], *, quant: QuantSpec, where: str) -> None:
+    """Every dimension in an FP4 scope must hold whole blocks: a ragged block would need its own scale layout."""
+    block_size = formats.get(quant.format).block_size
     for name, size in dims.items():
-        if size % block_size:
+        in_scope = quant.kv if name == "head_dim" else quant.weights or quant.activations
+        if in_scope and size % block_size:
             raise UserError(
-                f"{where}: {name} {size} is not a multiple of the FP4 block size {block_size}; "
+                f"{where}: {name} {size} is not a multiple of the FP4 block size {block_size} of {quant.format}; "
                 "choose another checkpoint or a format with smaller blocks"
             )
 
@@ -137,7 +147,8 @@ def check_tokenizer(directory: Path, *, vocab_size: int) -> tuple[int, int]:
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{directory}: the tokenizer has no eos token, so no response could end; set eos_token in tokenizer_config.json"
+            f"{directory}: the tokenizer has no eos token, so no response could end; set eos_token in "
+            "tokenizer_config.json"
         )
     # Not len(tokenizer): ids may have holes, and the largest id is what must have an embedding row.
     vocabulary = tokenizer.get_vocab()
@@ -151,7 +162,7 @@ def check_tokenizer(directory: Path, *, vocab_size: int) -> tuple[int, int]:
     return len(tokenizer), int(tokenizer.eos_token_id)
 
 
-def validate(directory: Path, *, block_size: int) -> CheckpointInfo:
+def validate_checkpoint(directory: Path, *, quant: QuantSpec) -> CheckpointInfo:
     """Check a checkpoint directory; UserError with one clear sentence for the first thing that is wrong."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such checkpoint directory; check the path")
@@ -165,12 +176,12 @@ def validate(directory: Path, *, block_size: int) -> CheckpointInfo:
     family_of(config)
     mapping = weight_map(directory)
     dims = fp4_dimensions(config)
-    check_block(dims, block_size=block_size, where=str(directory))
+    check_blocks(dims, quant=quant, where=str(directory))
     rows = _embedding_rows(directory, mapping=mapping)
     if rows != config.vocab_size:
         raise UserError(
-            f"{directory}: vocabulary mismatch: config.json says vocab_size {config.vocab_size}, the embedding has {rows} "
-            "rows; weights and config.json belong to different models"
+            f"{directory}: vocabulary mismatch: config.json says vocab_size {config.vocab_size}, the embedding has "
+            f"{rows} rows; weights and config.json belong to different models"
         )
     size, eos = check_tokenizer(directory, vocab_size=config.vocab_size)
     return CheckpointInfo(
@@ -187,7 +198,9 @@ def validate(directory: Path, *, block_size: int) -> CheckpointInfo:
 def _embedding_rows(directory: Path, *, mapping: dict[str, str]) -> int:
     names = [name for name in mapping if name.endswith("embed_tokens.weight")]
     if len(names) != 1:
-        raise UserError(f"{directory}: expected one embed_tokens.weight among the tensors, found {len(names)}; weights are incomplete")
+        raise UserError(
+            f"{directory}: expected one embed_tokens.weight among the tensors, found {len(names)}; fetch them again"
+        )
     with safe_open(directory / mapping[names[0]], framework="pt") as file:
         return int(file.get_slice(names[0]).get_shape()[0])
 
@@ -227,7 +240,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def replaced_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory beside ``target`` that takes its place when the block succeeds and vanishes when it fails."""
+    """A temporary directory that takes the place of ``target`` when the block succeeds and vanishes when it fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

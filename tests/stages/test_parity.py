@@ -1,0 +1,75 @@
+"""The parity gate is green on engines that agree, and red when one expert of one layer is damaged."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trace_rl.config.experiment import ParityConfig
+from trace_rl.config.quant import BF16, QuantSpec
+from trace_rl.formats.static_scales import StaticScales
+from trace_rl.qat.attach import attach
+from trace_rl.rollout.engine import Sampling, open_engine
+from trace_rl.stages import parity
+from trace_rl.stages.failure import StageFailure
+from trace_rl.stages.rl_prompts import rl_prompts
+
+DAMAGED = "model.layers.1.mlp.experts.down_proj"
+
+
+def test_the_gate_is_green_fresh_and_after_a_refit(tiny_run):
+    metrics = parity.run(tiny_run.config, tiny_run.paths)
+    assert metrics == json.loads(tiny_run.paths.parity.read_text())
+    assert metrics["passed"]
+    for moment in ("start", "refit"):
+        gaps = {mode: value["gap_mean"] for mode, value in metrics["gaps"]["fp4"][moment].items()}
+        # This engine runs the trainer's own kernels, so hardly any code differs; a BF16 trainer is far away.
+        assert gaps["guided"] <= gaps["rtn"] < 0.01
+        assert gaps["off"] > 0.1
+        assert 0 < metrics["gaps"]["bf16"][moment]["off"]["gap_mean"] < 0.02
+    assert metrics["gaps"]["fp4"]["refit"]["off"] != metrics["gaps"]["fp4"]["start"]["off"]
+
+
+@pytest.mark.parametrize("quant", [BF16, QuantSpec()], ids=["bf16", "fp4"])
+def test_a_damaged_expert_in_the_engine_is_red(tiny_run, quant):
+    config, paths = tiny_run.config, tiny_run.paths
+    scales = StaticScales.load(paths.scales)
+    prompts = rl_prompts(paths.checkpoint, data=paths.data, count=12, setting="parity.num_prompts")
+    sampling = Sampling(temperature=1.0, max_new_tokens=12, seed=3)
+    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16).eval()
+    qat = attach(model, quant=quant, scales=scales)
+    engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
+    sound = parity.measure_gaps(engine, model, qat, prompts=prompts, sampling=sampling, pad=0)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state[DAMAGED][2] = state[DAMAGED][2].roll(1, dims=0)
+    engine.load_policy(state.items(), 1)
+    damaged = parity.measure_gaps(engine, model, qat, prompts=prompts, sampling=sampling, pad=0)
+    mode = "guided" if quant.enabled else "off"
+    assert damaged[mode]["gap_mean"] > 10 * sound[mode]["gap_mean"]
+    precision = "fp4" if quant.enabled else "bf16"
+    control = {"bf16": {"start": {"off": sound[mode]}, "refit": {"off": sound[mode]}},
+               "fp4": {moment: {m: sound[mode] for m in ("guided", "rtn", "off")} for moment in parity.MOMENTS}}  # fmt: skip
+    control[precision]["refit"] |= damaged
+    rows = parity.judge(control, thresholds=config.parity)
+    failed = [row for row in rows if row["verdict"] == "FAILED"]
+    assert [(row["phase"], row["mode"].split()[0]) for row in failed] == [("refit", precision)]
+    assert f"{damaged[mode]['gap_mean']:.5f}" in parity.verdict_table(rows)
+
+
+def test_a_breach_fails_the_stage_with_both_numbers(tiny_run):
+    strict = tiny_run.config.parity.model_copy(update={"max_gap_bf16": 1e-9})
+    config = tiny_run.config.model_copy(update={"parity": strict})
+    with pytest.raises(StageFailure, match="bf16 rollout, BF16 trainer.*FAILED") as failure:
+        parity.run(config, tiny_run.paths)
+    metrics = json.loads(tiny_run.paths.parity.read_text())
+    assert not metrics["passed"]
+    row = next(row for row in metrics["rows"] if row["verdict"] == "FAILED")
+    assert f"{row['gap_mean']:.5f}" in str(failure.value)
+    assert f"{row['bf16_control']:.5f}" in str(failure.value)
+
+
+def test_a_nan_gap_is_a_failure():
+    gaps = {"gap_mean": float("nan"), "gap_p99": 0.0, "gap_max": 0.0}
+    nan = {"bf16": {m: {"off": gaps} for m in parity.MOMENTS}, "fp4": {m: {"guided": gaps} for m in parity.MOMENTS}}
+    assert {row["verdict"] for row in parity.judge(nan, thresholds=ParityConfig())} == {"FAILED"}

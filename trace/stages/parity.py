@@ -1,0 +1,190 @@
+"""Stage ``parity``: trainer and rollout engine agree on the same tokens, before the first update and after a refit.
+
+Per precision (BF16, and FP4 with weights, activations and KV): the engine samples ``parity.num_prompts`` responses,
+recording routing and, in FP4, whole codes of all layers. The trainer computes the log-probs of the same tokens,
+replaying both. Then every weight moves by a random relative update, the engine takes the new weights in place, and the
+same is measured again: a refit must be proven (vLLM's own ``reload_weights`` corrupts MoE layers on CPU, and only a
+comparison like this one shows it).
+
+    gap = mean |log pi_train - log pi_rollout| over response tokens
+    BF16   gap <= max_gap_bf16
+    FP4    gap under full guidance <= max_gap_ratio_fp4 * (BF16 gap of the same moment + gap_floor)
+
+With routing and all guided codes pinned, what is left in FP4 is the engines' own arithmetic noise, so BF16 is its
+control. Plain QAT (round to nearest) is reported beside it and judged by nothing.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from trace_rl import tracking
+from trace_rl.config.experiment import ExperimentConfig, ParityConfig
+from trace_rl.config.guidance import FULL
+from trace_rl.config.paths import RunPaths
+from trace_rl.config.quant import BF16, QuantSpec
+from trace_rl.formats.static_scales import StaticScales
+from trace_rl.guidance.record import RecordLayout
+from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
+from trace_rl.qat.attach import Qat, attach
+from trace_rl.qat.context import Mode
+from trace_rl.rl.batch import pack
+from trace_rl.rl.mismatch import logprob_gap
+from trace_rl.rl.trainer import response_logprobs
+from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
+from trace_rl.stages.failure import StageFailure
+from trace_rl.stages.rl_prompts import pad_id, rl_prompts
+from trace_rl.trajectory import RolloutBatch
+
+SEED = 1 << 41
+"""Sampling seed, apart from those of training and calibration."""
+UPDATE_SEED = 7
+MICRO_BATCH = 64
+MOMENTS = ("start", "refit")
+FORWARDS = {"off": "BF16", "guided": "guided", "rtn": "QAT"}
+
+Gaps = dict[str, dict[str, float]]
+"""Trainer forward -> metrics of ``logprob_gap``."""
+
+
+def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
+    """Measure, write ``metrics.json``, and raise StageFailure with both numbers where a threshold is broken."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    started = time.perf_counter()
+    with tracking.stage_run(config, stage="parity", paths=paths) as tracker:
+        prompts = rl_prompts(
+            paths.checkpoint, data=paths.data, count=config.parity.num_prompts, setting="parity.num_prompts"
+        )
+        precisions = {"bf16": BF16, "fp4": QuantSpec(format=config.format)}
+        gaps = {name: check_precision(config, paths, quant=quant, prompts=prompts) for name, quant in precisions.items()}
+        rows = judge(gaps, thresholds=config.parity)
+        metrics = {
+            "gaps": gaps,
+            "rows": rows,
+            "passed": all(row["verdict"] != "FAILED" for row in rows),
+            "engine": config.engine.name,
+            "seconds": time.perf_counter() - started,
+        }
+        write_json(paths.parity, metrics)
+        tracker.log_metrics(gaps)
+    print(verdict_table(rows))
+    if not metrics["passed"]:
+        raise StageFailure(f"parity gate of the {config.engine.name} engine failed:\n{verdict_table(rows)}")
+    return metrics
+
+
+def check_precision(
+    config: ExperimentConfig, paths: RunPaths, *, quant: QuantSpec, prompts: Sequence[Sequence[int]]
+) -> dict[str, Gaps]:
+    """Gaps at the start and after update and refit of one precision; ``refit`` uses the updated trainer and engine."""
+    validate_checkpoint(paths.checkpoint, quant=quant)
+    scales = StaticScales.load(paths.scales) if quant.enabled else None
+    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16, local_files_only=True).eval()
+    pad = pad_id(AutoTokenizer.from_pretrained(paths.checkpoint, local_files_only=True))
+    qat = attach(model, quant=quant, scales=scales)
+    engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
+    sampling = Sampling(
+        temperature=config.sampling.temperature, max_new_tokens=config.sampling.max_new_tokens, seed=SEED
+    )
+    try:
+        gaps = {"start": measure_gaps(engine, model, qat, prompts=prompts, sampling=sampling, pad=pad)}
+        random_update(model, scale=config.parity.update_scale)
+        engine.load_policy(model.state_dict().items(), 1)
+        gaps["refit"] = measure_gaps(engine, model, qat, prompts=prompts, sampling=sampling, pad=pad)
+    finally:
+        engine.close()
+    return gaps
+
+
+def measure_gaps(
+    engine: RolloutEngine,
+    model: PreTrainedModel,
+    qat: Qat,
+    *,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    pad: int,
+) -> Gaps:
+    """Sample with the engine, recompute with the trainer: BF16 ``off``; FP4 ``guided``, ``rtn`` and ``off``."""
+    batch = engine.generate(prompts, sampling, FULL if engine.quant.enabled else None)
+    modes: tuple[Mode, ...] = ("guided", "rtn", "off") if engine.quant.enabled else ("off",)
+    gaps = {}
+    for mode in modes:
+        train = trainer_logprobs(model, qat, batch=batch, mode=mode, temperature=sampling.temperature, pad=pad)
+        rollout = torch.cat([t.logprobs for t in batch.trajectories])
+        gaps[mode] = logprob_gap(train, rollout) | {"num_tokens": rollout.numel()}
+    return gaps
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    model: PreTrainedModel, qat: Qat, *, batch: RolloutBatch, mode: Mode, temperature: float, pad: int
+) -> Tensor:
+    """float32 [N] log-probs of all response tokens, with routing replay, in the order of the trajectories."""
+    layout = None if batch.recording is None else RecordLayout.build(batch.recording, qat.dims)
+    parts = []
+    for start in range(0, len(batch.trajectories), MICRO_BATCH):
+        packed = pack(batch.trajectories[start : start + MICRO_BATCH], pad_id=pad)
+        with qat.forward(
+            mode=mode,
+            guidance=(packed.record, layout) if mode == "guided" else None,
+            valid=packed.valid,
+            expert_ids=packed.expert_ids,
+        ):
+            logits = model(input_ids=packed.input_ids, attention_mask=packed.valid.long(), use_cache=False).logits
+        # Greedy decoding reports log-probs at temperature 1.
+        parts.append(response_logprobs(logits, batch=packed, temperature=temperature or 1.0)[0])
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def random_update(model: PreTrainedModel, *, scale: float) -> None:
+    """Add ``scale`` times its own root mean square, times a seeded normal, to every parameter; experts differ too."""
+    generator = torch.Generator().manual_seed(UPDATE_SEED)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        size = parameter.float().square().mean().sqrt()
+        parameter.copy_(parameter.float() + scale * size * noise)
+
+
+def judge(gaps: dict[str, dict[str, Gaps]], *, thresholds: ParityConfig) -> list[dict[str, object]]:
+    """One row per moment and forward: its gap, the BF16 control of the same moment, and the threshold if it has one."""
+    rows = []
+    for moment in MOMENTS:
+        control = gaps["bf16"][moment]["off"]["gap_mean"]
+        limits = {
+            ("bf16", "off"): thresholds.max_gap_bf16,
+            ("fp4", "guided"): thresholds.max_gap_ratio_fp4 * (control + thresholds.gap_floor),
+        }
+        for precision, by_moment in gaps.items():
+            for mode, metrics in by_moment[moment].items():
+                limit = limits.get((precision, mode))
+                # Written so that a NaN gap fails.
+                verdict = "reported" if limit is None else "passed" if metrics["gap_mean"] <= limit else "FAILED"
+                rows.append(
+                    {
+                        "phase": moment,
+                        "mode": f"{precision} rollout, {FORWARDS[mode]} trainer",
+                        "gap_mean": metrics["gap_mean"],
+                        "gap_p99": metrics["gap_p99"],
+                        "gap_max": metrics["gap_max"],
+                        "bf16_control": control,
+                        "threshold": limit,
+                        "verdict": verdict,
+                    }
+                )
+    return rows
+
+
+def verdict_table(rows: list[dict[str, object]]) -> str:
+    """Every gap beside its threshold and its BF16 control."""
+    lines = [f"{'mean |log pi_train - log pi_rollout|':42}{'gap':>10}{'threshold':>11}{'BF16':>10}"]
+    for row in rows:
+        limit = "-" if row["threshold"] is None else f"{row['threshold']:.5f}"
+        name = f"{row['phase']}: {row['mode']}"
+        lines.append(f"{name:42}{row['gap_mean']:10.5f}{limit:>11}{row['bf16_control']:10.5f}  {row['verdict']}")
+    return "\n".join(lines)
