@@ -6,8 +6,8 @@
 
 Weights: per expert one encode scale for gate and up together and one for down, from the BF16 parameter, never from an
 FP32 master. Their fake quantization is computed once and reused until the parameter changes, which is seen by its
-version counter: write parameters under ``torch.no_grad()`` (optimizers do), or call ``invalidate_weights`` after writing
-through ``.data``, which bypasses the counter.
+version counter: write parameters under ``torch.no_grad()`` (optimizers do), or call ``invalidate_weights`` after
+writing through ``.data``, which bypasses the counter.
 
 Activations and K, V: static encode scales per layer. Every matmul operand is ``xhat.to(bfloat16)``, as in the rollout.
 """
@@ -26,8 +26,8 @@ from trace_rl.config.quant import QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.align import align, align_codes
-from trace_rl.guidance.bits import recover_scales
 from trace_rl.guidance.record import ModelDims, RecordLayout
+from trace_rl.guidance.scales import recover_scales
 from trace_rl.models.families import decoder_layers, family_of, moe_layers
 from trace_rl.qat.attention import trace_attention, trace_mask
 from trace_rl.qat.collector import Collector

@@ -74,7 +74,7 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         d = ctx.dispatch
         per_pair = grad.index_select(0, d.slot).view(d.num_tokens, d.top_k, -1)
-        return per_pair.sum(dim=1, dtype=torch.float32).to(grad.dtype), None
+        return per_pair.sum(dim=1), None  # accumulated in FP32, rounded once
 
 
 class _Gather(torch.autograd.Function):

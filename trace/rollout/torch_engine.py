@@ -118,7 +118,9 @@ class TorchEngine:
     ) -> RolloutBatch:
         """Sample ``sampling.n`` responses per prompt, in batches of ``max_num_seqs``."""
         check_prompts(prompts, sampling=sampling, max_model_len=self.config.max_model_len)
-        layout = None if recording is None else RecordLayout.build(recording, self.dims)
+        layout = (
+            None if recording is None else RecordLayout.build(recording, self.dims, block_size=self.qat.fmt.block_size)
+        )
         if layout is not None and not (self.quant.activations or self.quant.kv):
             raise UserError("recording guidance needs an engine that quantizes activations or KV; this one is BF16")
         started = time.perf_counter()
