@@ -39,7 +39,7 @@ class Sampling:
 
 def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     """Seed of one sample, independent of batching, of the order of requests and of what else is sampled."""
-    return xxhash.xxh64_intdigest(f"{seed}/{prompt_index}/{sample_index}") & (2**63 - 1)
+    return xxhash.xxh64_intdigest(f"{seed}/{prompt_index}/{sample_index}".encode()) & (2**63 - 1)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, sampling: Sampling, max_model_len: int) -> None:
