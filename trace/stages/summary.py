@@ -1,5 +1,6 @@
 """Stage ``summary``: one JSON of the whole run, and one table on the screen."""
 
+import io
 import json
 
 from rich.console import Console
@@ -11,20 +12,30 @@ from trace_rl.config.paths import RunPaths
 from trace_rl.report.claims import average, seed_mean, show
 from trace_rl.report.collect import collect
 
+TABLE_WIDTH = 120
+
 
 def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
-    """Write ``summary.json``."""
+    """Write ``summary.json`` and ``summary.txt``, and print the latter."""
     summary = collect(paths, methods=methods, seeds=config.suite.seeds)
-    temporary = paths.summary.with_suffix(".tmp")
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    temporary.replace(paths.summary)
-    show_table(paths)
+    text = as_text(summary_table(summary))
+    for path, content in ((paths.summary, json.dumps(summary, indent=1) + "\n"), (paths.summary_text, text)):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(content)
+        temporary.replace(path)
+    print(text)
 
 
-def show_table(paths: RunPaths) -> None:
-    """Print the summary of a finished run."""
-    summary = json.loads(paths.summary.read_text())
-    table = Table(title=f"run {paths.run}: FP4 is emulated; accuracy in percent ± standard error")
+def as_text(table: Table) -> str:
+    """A table as plain text."""
+    console = Console(file=io.StringIO(), width=TABLE_WIDTH)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def summary_table(summary: dict) -> Table:
+    """One row per method, means over seeds."""
+    table = Table(title=f"run {summary['run']}: FP4 is emulated; accuracy in percent ± standard error")
     for column in ("method", "FP4", "BF16", "reward", "gap", "mismatch %", "bytes/token", "s/step", "collapsed"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, seeds in summary["methods"].items():
@@ -44,4 +55,4 @@ def show_table(paths: RunPaths) -> None:
             f"{seed_mean(summary, name, 'step_s', 'step') or 0:.2f}",
             f"{collapsed} of {len(seeds)}",
         )
-    Console().print(table)
+    return table
