@@ -71,11 +71,6 @@ class RunPaths:
         return self.base / "summary.json"
 
     @property
-    def summary_text(self) -> Path:
-        """The summary as the table that a run ends with on the screen."""
-        return self.base / "summary.txt"
-
-    @property
     def report(self) -> Path:
         """``index.html``, ``report.md`` and figures."""
         return self.base / "report"

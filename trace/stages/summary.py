@@ -1,14 +1,12 @@
 """Stage ``summary``: one JSON of the whole run, and one table on the screen."""
 
-import io
-import json
-
 from rich.console import Console
 from rich.table import Table
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
+from trace_rl.models.checkpoint_io import write_json
 from trace_rl.report.claims import average, seed_mean, show
 from trace_rl.report.collect import collect
 
@@ -16,21 +14,10 @@ TABLE_WIDTH = 120
 
 
 def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
-    """Write ``summary.json`` and ``summary.txt``, and print the latter."""
+    """Write ``summary.json`` and print the table."""
     summary = collect(paths, methods=methods, seeds=config.suite.seeds)
-    text = as_text(summary_table(summary))
-    for path, content in ((paths.summary, json.dumps(summary, indent=1) + "\n"), (paths.summary_text, text)):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(content)
-        temporary.replace(path)
-    print(text)
-
-
-def as_text(table: Table) -> str:
-    """A table as plain text."""
-    console = Console(file=io.StringIO(), width=TABLE_WIDTH)
-    console.print(table)
-    return console.file.getvalue()
+    write_json(paths.summary, summary)
+    Console(width=TABLE_WIDTH).print(summary_table(summary))
 
 
 def summary_table(summary: dict) -> Table:
