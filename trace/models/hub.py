@@ -65,9 +65,9 @@ def download(
 ) -> Path:
     """Fetch the files of `source.repo` at `source.revision` that match `source.patterns` into `target`; returns it.
 
-    `endpoint` and `token` default to the hub client's settings, `offline` adds to them. `allow_unpinned` accepts a branch or
-    tag, which may mean something else tomorrow. UserError for an unpinned revision, an unreachable hub, an unknown or
-    gated repository, an unknown revision, no matching files, a full disk and a corrupted file.
+    `endpoint` and `token` default to the hub client's settings, `offline` adds to them. `allow_unpinned` accepts a
+    branch or tag, which may mean something else tomorrow. UserError for an unpinned revision, an unreachable hub, an
+    unknown or gated repository, an unknown revision, no matching files, a full disk and a corrupted file.
     """
     if not _COMMIT.fullmatch(source.revision) and not allow_unpinned:
         raise UserError(
