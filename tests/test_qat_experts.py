@@ -16,7 +16,7 @@ from transformers import (
 from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
-from trace_rl.models.families import family_of, quantized_parameters
+from trace_rl.models.families import cast_parameters, family_of, quantized_parameters
 from trace_rl.qat.attach import attach
 from trace_rl.qat.experts import Dispatch
 
@@ -43,7 +43,7 @@ def build(family: str, dtype=torch.float32):
     else:
         config = OlmoeConfig(**COMMON, num_experts=8, intermediate_size=32, norm_topk_prob=False)
         model = OlmoeForCausalLM(config)
-    return model.to(dtype)
+    return cast_parameters(model, dtype)
 
 
 def scales(num_layers: int = 2) -> StaticScales:
@@ -148,6 +148,11 @@ def test_unknown_families_missing_scales_and_bad_dimensions_are_named():
     narrow = OlmoeForCausalLM(OlmoeConfig(**{**COMMON, "hidden_size": 72}, num_experts=4, intermediate_size=32))
     with pytest.raises(UserError, match="72, not a multiple"):
         attach(narrow, quant=QuantSpec(kv=False), scales=scales())
+
+
+def test_rounded_rotary_frequencies_are_refused():
+    with pytest.raises(UserError, match="inv_freq"):
+        attach(build("qwen3_moe").to(torch.bfloat16), quant=BF16)
 
 
 def test_weight_scope_names_routed_experts_only():

@@ -8,6 +8,7 @@ from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.record import RecordLayout
+from trace_rl.models.families import cast_parameters
 from trace_rl.qat.attach import attach
 from trace_rl.qat.routing_replay import gate_values
 from trace_rl.qat.straight_through import straight_through
@@ -30,7 +31,7 @@ def build(*, norm_topk_prob=True, dtype=torch.float32):
         initializer_range=0.3,
         eos_token_id=1,
     )
-    return Qwen3MoeForCausalLM(config).to(dtype)
+    return cast_parameters(Qwen3MoeForCausalLM(config), dtype)
 
 
 def scales() -> StaticScales:

@@ -13,6 +13,7 @@ from trace_rl.formats import e2m1
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.align import align
 from trace_rl.guidance.record import RecordLayout
+from trace_rl.models.families import cast_parameters
 from trace_rl.rollout.engine import Sampling, open_engine
 
 LAYERS = 3
@@ -39,7 +40,7 @@ def checkpoint(tmp_path_factory):
         eos_token_id=1,
     )
     path = tmp_path_factory.mktemp("policy")
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    cast_parameters(Qwen3MoeForCausalLM(config), torch.bfloat16).save_pretrained(path)
     return path
 
 

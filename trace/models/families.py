@@ -15,6 +15,7 @@ Families whose experts carry biases, or whose cache is not plain K and V per hea
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from trace_rl.errors import UserError
@@ -116,6 +117,17 @@ def moe_layers(model: nn.Module) -> tuple[MoeLayer, ...]:
 def config_name(model: nn.Module) -> str:
     """The architecture's name for messages."""
     return type(model).__name__
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters in place, never the buffers, and return the model.
+
+    ``model.to(torch.bfloat16)`` also rounds the rotary ``inv_freq`` buffers, which every engine keeps in FP32:
+    positions then turn by wrong angles (tests/test_replay.py: mean |dlogp| 0.004 instead of below 0.0001).
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def quantized_parameters(model: nn.Module) -> tuple[str, ...]:

@@ -232,6 +232,7 @@ def attach(model: nn.Module, *, quant: QuantSpec, scales: StaticScales | None = 
     """
     qat = Qat(model, quant=quant, scales=scales)
     layers = moe_layers(model)
+    _check_rotary(model)
     _check_scales(qat)
     _check_dims(model, qat, inter=layers[0].experts.down_proj.shape[-1])
     ALL_EXPERTS_FUNCTIONS.register(NAME, trace_experts)
@@ -253,6 +254,15 @@ def attach(model: nn.Module, *, quant: QuantSpec, scales: StaticScales | None = 
             layer.self_attn.trace_qat = qat
     model.trace_qat = qat
     return qat
+
+
+def _check_rotary(model: nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
+            raise UserError(
+                f"{name} is {buffer.dtype}: model.to(dtype) rounded the rotary frequencies, which the rollout keeps in "
+                "float32. Load with from_pretrained(dtype=...) or cast with trace_rl.models.families.cast_parameters"
+            )
 
 
 def _check_scales(qat: Qat) -> None:

@@ -32,6 +32,7 @@ from trace_rl.config.base import digest_of
 from trace_rl.config.checkpoint import ColdStart
 from trace_rl.config.experiment import DataConfig, ExperimentConfig
 from trace_rl.errors import UserError
+from trace_rl.models.families import cast_parameters
 from trace_rl.models.miniature import build_model, miniature_config, sample_responses, save_checkpoint
 from trace_rl.models.tokenizer import build_tokenizer, encode_example
 from trace_rl.tasks.dataset import build_splits, score
@@ -80,7 +81,7 @@ class _Trainer:
         self.tokenizer = build_tokenizer(model_max_length=recipe.model.max_position_embeddings)
         self.model_config = miniature_config(self.tokenizer, **recipe.model.model_dump())
         master = build_model(self.model_config, seed=recipe.seed)
-        self.model = build_model(self.model_config, seed=recipe.seed).to(torch.bfloat16)
+        self.model = cast_parameters(build_model(self.model_config, seed=recipe.seed), torch.bfloat16)
         self.names = [name for name, _ in master.named_parameters()]
         self.master = [parameter.detach().clone().requires_grad_() for parameter in master.parameters()]
         self.optimizer = torch.optim.AdamW(
