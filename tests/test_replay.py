@@ -17,8 +17,9 @@ from trace_rl.guidance.align import align_codes
 from trace_rl.guidance.record import RecordLayout
 from trace_rl.models.families import cast_parameters
 from trace_rl.qat.attach import attach
-from trace_rl.qat.collate import collate, token_logprobs
 from trace_rl.qat.collector import Collector
+from trace_rl.rl.batch import pack
+from trace_rl.rl.trainer import response_logprobs
 from trace_rl.rollout.engine import Sampling, open_engine
 
 LAYERS = 4
@@ -77,14 +78,14 @@ def forward(rollout, *, quant=None, spec=None, replay=True, collector=None, dtyp
     """Mean |dlogp| on response tokens and the logits of one trainer forward."""
     path, batch, engine = rollout
     model, qat = trainer(path, quant or QuantSpec(), dtype)
-    b = collate(batch.trajectories)
+    b = pack(batch.trajectories, pad_id=0)
     full = RecordLayout.build(FULL, engine.dims)
     if collector is not None:
-        collector.reference = (b.rows, full)
+        collector.reference = (b.record, full)
     guidance = None
     if spec is not None:
         layout = RecordLayout.build(spec, engine.dims)
-        guidance = (compact(b.rows, source=full, target=layout), layout)
+        guidance = (compact(b.record, source=full, target=layout), layout)
     mode = "guided" if spec is not None else ("rtn" if qat.quant.enabled else "off")
     with (
         torch.no_grad(),
@@ -96,9 +97,9 @@ def forward(rollout, *, quant=None, spec=None, replay=True, collector=None, dtyp
             collect=collector,
         ),
     ):
-        logits = model(input_ids=b.input_ids, attention_mask=b.attention_mask, use_cache=False).logits
+        logits = model(input_ids=b.input_ids, attention_mask=b.valid.long(), use_cache=False).logits
     assert qat.replayed_fraction == 1.0
-    gap = (token_logprobs(logits, b.input_ids, temperature=1.0) - b.logprobs)[b.response].abs()
+    gap = (response_logprobs(logits, batch=b, temperature=1.0)[0] - b.rollout_logprobs).abs()
     return float(gap.mean()), logits
 
 
@@ -129,11 +130,12 @@ def test_a_noisy_engine_is_followed_wherever_the_bracket_allows(rollout, spec):
 
 def test_gap_orders_trace_below_qat_below_naive(rollout):
     plain, guided = Collector(), Collector()
-    naive, _ = forward(rollout, quant=BF16)
+    unquantized = Collector()
+    naive, _ = forward(rollout, quant=BF16, collector=unquantized)
     qat, _ = forward(rollout, collector=plain)
     trace, _ = forward(rollout, spec=GuidanceSpec(), collector=guided)
     assert trace < qat < naive
-    assert plain.total().mismatch_rate > 0.01
+    assert unquantized.total().mismatch_rate > plain.total().mismatch_rate > 0.01
     assert plain.total().adjacent_share > 0.9
     assert plain.total().bracket_misses < plain.total().mismatches / 3
     assert plain.total().lower + plain.total().higher == plain.total().mismatches
@@ -175,15 +177,15 @@ def test_the_rollouts_own_activations_give_zero_mismatch(rollout):
 def test_unguided_layers_are_bitwise_round_to_nearest(rollout):
     path, batch, engine = rollout
     model, qat = trainer(path, QuantSpec())
-    b = collate(batch.trajectories)
+    b = pack(batch.trajectories, pad_id=0)
     spec = GuidanceSpec()
     layout = RecordLayout.build(spec, engine.dims)
-    guidance = (compact(b.rows, source=RecordLayout.build(FULL, engine.dims), target=layout), layout)
+    guidance = (compact(b.record, source=RecordLayout.build(FULL, engine.dims), target=layout), layout)
     hidden = {}
     for name, kwargs in {"rtn": {}, "guided": {"guidance": guidance}}.items():
         with torch.no_grad(), qat.forward(mode=name, valid=b.valid, expert_ids=b.expert_ids, **kwargs):
             hidden[name] = model(
-                input_ids=b.input_ids, attention_mask=b.attention_mask, use_cache=False, output_hidden_states=True
+                input_ids=b.input_ids, attention_mask=b.valid.long(), use_cache=False, output_hidden_states=True
             ).hidden_states
     for layer in range(LAYERS // 2 + 1):
         assert torch.equal(hidden["rtn"][layer], hidden["guided"][layer])
@@ -193,12 +195,12 @@ def test_unguided_layers_are_bitwise_round_to_nearest(rollout):
 def test_positions_without_a_record_round_by_themselves(rollout):
     path, batch, engine = rollout
     model, qat = trainer(path, QuantSpec())
-    b = collate(batch.trajectories)
+    b = pack(batch.trajectories, pad_id=0)
     full = RecordLayout.build(FULL, engine.dims)
     nothing = torch.zeros_like(b.valid)
-    kwargs = {"input_ids": b.input_ids, "attention_mask": b.attention_mask, "use_cache": False}
+    kwargs = {"input_ids": b.input_ids, "attention_mask": b.valid.long(), "use_cache": False}
     with torch.no_grad():
-        with qat.forward(mode="guided", guidance=(torch.randint_like(b.rows, 255), full), valid=nothing):
+        with qat.forward(mode="guided", guidance=(torch.randint_like(b.record, 255), full), valid=nothing):
             guided = model(**kwargs).logits
         with qat.forward(mode="rtn"):
             nearest = model(**kwargs).logits
@@ -208,7 +210,7 @@ def test_positions_without_a_record_round_by_themselves(rollout):
 def test_bad_routing_and_bad_guidance_are_refused(rollout):
     path, batch, engine = rollout
     model, qat = trainer(path, QuantSpec())
-    b = collate(batch.trajectories)
+    b = pack(batch.trajectories, pad_id=0)
     for position, value in (((1, 4, 2, 0), -1), ((0, 0, 0, 1), 8)):
         ids = b.expert_ids.clone()
         ids[position] = value
@@ -222,43 +224,23 @@ def test_bad_routing_and_bad_guidance_are_refused(rollout):
             pass
     full, other = (RecordLayout.build(spec, engine.dims) for spec in (FULL, GuidanceSpec()))
     with pytest.raises(UserError, match="another guidance spec"):
-        with qat.forward(mode="guided", guidance=(b.rows, other), valid=b.valid):
+        with qat.forward(mode="guided", guidance=(b.record, other), valid=b.valid):
             pass
     _, weights_only = trainer(path, QuantSpec(activations=False, kv=False))
     with pytest.raises(UserError, match="does not quantize"):
-        with weights_only.forward(mode="guided", guidance=(b.rows, full), valid=b.valid):
+        with weights_only.forward(mode="guided", guidance=(b.record, full), valid=b.valid):
             pass
-
-
-def test_missing_routing_of_one_trajectory_is_an_error(rollout):
-    _, batch, _ = rollout
-    first = batch.trajectories[0]
-    bare = type(first)(**{**vars(first), "expert_ids": None})
-    with pytest.raises(UserError, match="lack expert ids"):
-        collate([bare, batch.trajectories[1]])
-
-
-def test_collated_tensors_line_up(rollout):
-    _, batch, _ = rollout
-    b = collate(batch.trajectories)
-    assert b.input_ids.shape[1] % 16 == 0
-    for i, t in enumerate(batch.trajectories):
-        n = t.num_tokens
-        assert b.valid[i].sum() == n - 1
-        assert b.response[i].sum() == n - t.prompt_len
-        assert torch.equal(b.rows[i, : n - 1], t.record)
-        assert torch.equal(b.logprobs[i, t.prompt_len : n], t.logprobs)
 
 
 def test_replayed_ids_are_the_ones_the_experts_receive(rollout):
     path, batch, _ = rollout
     model, qat = trainer(path, QuantSpec())
-    b = collate(batch.trajectories)
+    b = pack(batch.trajectories, pad_id=0)
     received = {}
     for index, layer in enumerate(model.model.layers):
         layer.mlp.experts.register_forward_pre_hook(lambda _, args, index=index: received.__setitem__(index, args[1]))
     with torch.no_grad(), qat.forward(mode="rtn", valid=b.valid, expert_ids=b.expert_ids):
-        model(input_ids=b.input_ids, attention_mask=b.attention_mask, use_cache=False)
+        model(input_ids=b.input_ids, attention_mask=b.valid.long(), use_cache=False)
     for index in range(LAYERS):
         got = received[index].view(*b.valid.shape, -1)[b.valid]
         assert torch.equal(got, b.expert_ids[:, :, index][b.valid].long())

@@ -114,10 +114,13 @@ class Qat:
     def quantize(self, x: Tensor, *, layer: int, tensor: str) -> Tensor:
         """Fake-quantize activation rows [N, C] (rows in [B*T] order for fc1, k, v); gradient identity.
 
-        Returns ``x`` itself where the forward does not quantize this tensor.
+        Returns ``x`` itself where the forward does not quantize this tensor; a collector then still compares what
+        rounding to nearest would have given.
         """
         state = self.active()
         if not state.quantizes(tensor):
+            if state.collector is not None and state.collector.wants(layer=layer, tensor=tensor) and self.scales:
+                self._nearest(x, state=state, layer=layer, tensor=tensor, scale=self.scales.get(tensor, layer))
             return x
         scale = self.encode_scale(layer=layer, tensor=tensor)
         with torch.no_grad():

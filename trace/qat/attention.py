@@ -35,6 +35,13 @@ def unflatten_heads(x: Tensor, *, shape: torch.Size) -> Tensor:
     return x.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
+def quantize_heads(qat, states: Tensor, *, layer: int, tensor: str) -> Tensor:
+    """K or V states [B, G, T, D] through the handle's quantizer; the states themselves where it leaves them alone."""
+    if not qat.active().touches(layer=layer, tensor=tensor):
+        return states
+    return unflatten_heads(qat.quantize(flatten_heads(states), layer=layer, tensor=tensor), shape=states.shape)
+
+
 def trace_attention(
     module: nn.Module,
     query: Tensor,
@@ -52,11 +59,9 @@ def trace_attention(
     if dropout:
         raise UserError("attention dropout breaks the comparison of train and rollout; set attention_dropout to 0")
     qat = module.trace_qat
-    state = qat.active()
-    if state.quantizes("k") and not state.kv_in_cache:
-        layer = module.layer_idx
-        key = unflatten_heads(qat.quantize(flatten_heads(key), layer=layer, tensor="k"), shape=key.shape)
-        value = unflatten_heads(qat.quantize(flatten_heads(value), layer=layer, tensor="v"), shape=value.shape)
+    if not qat.active().kv_in_cache:
+        key = quantize_heads(qat, key, layer=module.layer_idx, tensor="k")
+        value = quantize_heads(qat, value, layer=module.layer_idx, tensor="v")
     return attend(query, key, value, mask=attention_mask, scaling=scaling).to(query.dtype), None
 
 

@@ -58,3 +58,8 @@ class ForwardState:
     def quantizes(self, tensor: str) -> bool:
         """Whether this forward quantizes the tensor ``fc1``, ``fc2``, ``k`` or ``v``."""
         return self.mode != "off" and getattr(self.quant, SCOPE_OF[tensor])
+
+    def touches(self, *, layer: int, tensor: str) -> bool:
+        """Whether the tensor must pass through ``Qat.quantize``: to be rounded, or to be counted."""
+        counted = self.collector is not None and self.collector.wants(layer=layer, tensor=tensor)
+        return counted or self.quantizes(tensor)

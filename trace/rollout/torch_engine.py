@@ -26,7 +26,7 @@ from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.qat.attach import Qat, attach
-from trace_rl.qat.attention import flatten_heads, unflatten_heads
+from trace_rl.qat.attention import flatten_heads, quantize_heads
 from trace_rl.rollout.engine import Sampling, check_prompts, sample_seed
 from trace_rl.trajectory import RolloutBatch, Trajectory
 
@@ -42,11 +42,9 @@ class QuantizedCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Quantize [B, kv_heads, T, D] states, store them, and return everything stored."""
-        states = []
-        for tensor, new in (("k", key_states), ("v", value_states)):
-            rounded = self.qat.quantize(flatten_heads(new), layer=layer_idx, tensor=tensor)
-            states.append(unflatten_heads(rounded, shape=new.shape))
-        return super().update(states[0], states[1], layer_idx, *args, **kwargs)
+        key_states = quantize_heads(self.qat, key_states, layer=layer_idx, tensor="k")
+        value_states = quantize_heads(self.qat, value_states, layer=layer_idx, tensor="v")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class SlotRecorder:
