@@ -17,7 +17,9 @@ def cases(file: str) -> list[str]:
 
 def load(file: str, case: str) -> dict[str, torch.Tensor]:
     data = np.load(GOLDEN / file)
-    return {key.split(".", 1)[1]: torch.from_numpy(data[key].copy()) for key in data.files if key.startswith(case + ".")}
+    return {
+        key.split(".", 1)[1]: torch.from_numpy(data[key].copy()) for key in data.files if key.startswith(case + ".")
+    }
 
 
 def bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -55,6 +57,4 @@ def test_fouroversix_equals_its_reference(case, rule):
     golden = load("fouroversix.npz", case)
     fmt = formats.get("fouroversix", rule=rule)
     encode_scale = fmt.encode_scale(golden["amax"])
-    agree(
-        bf16(golden["x_bf16"]), fmt, encode_scale, golden[f"{rule}.code"], golden[f"{rule}.block_scale_e4m3"]
-    )
+    agree(bf16(golden["x_bf16"]), fmt, encode_scale, golden[f"{rule}.code"], golden[f"{rule}.block_scale_e4m3"])

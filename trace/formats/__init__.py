@@ -1,5 +1,6 @@
 """Number formats: reference codecs in plain PyTorch, one implementation for every stage.
 
+Use:
     formats.get("nvfp4").fake_quant(x, encode_scale)      float32 xhat, the fast path
     formats.get("mxfp4", rule="floor").quantize(x)        QuantizedTensor: codes, block_scale, encode_scale
 """

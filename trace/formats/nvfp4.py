@@ -86,7 +86,7 @@ def e4m3_values(byte: Tensor) -> Tensor:
 def _split_number(encode_scale: float) -> tuple[float, float]:
     scale = np.float32(encode_scale)
     if not np.isfinite(scale) or scale <= 0:
-        raise UserError(f"encode scale {encode_scale} must be a positive finite number: run the calibration stage again")
+        raise UserError(f"encode scale {encode_scale} must be positive and finite: run the calibration stage again")
     return float(scale), float(np.float32(1.0) / scale)
 
 

@@ -22,7 +22,7 @@ from trace_rl.formats import e2m1
 
 EncodeScale = float | Tensor | None
 
-_CHUNK_VALUES = 1 << 17  # larger tensors are worked through in pieces that stay in the cache
+CHUNK_VALUES = 1 << 17  # larger tensors are worked through in pieces that stay in the cache
 
 
 def check_finite(x: Tensor, name: str) -> None:
@@ -87,23 +87,23 @@ class Format(ABC):
     def fake_quant(self, x: Tensor, encode_scale: EncodeScale = None) -> Tensor:
         """float32 xhat, same shape: quantize and dequantize in one pass. No autograd, no finiteness check."""
         x, encode_scale = self._prepare(x, encode_scale)
-        if x.numel() <= 2 * _CHUNK_VALUES:
+        if x.numel() <= 2 * CHUNK_VALUES:
             return self._fake_quant(x, encode_scale)
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        for rows, piece, scale in _pieces(x, encode_scale):
+        for rows, piece, scale in row_pieces(x, encode_scale):
             out.view(-1, x.shape[-1])[rows] = self._fake_quant(piece, scale)
         return out
 
     def quantize_codes(self, x: Tensor, encode_scale: EncodeScale = None) -> tuple[Tensor, Tensor, Tensor]:
         """(unpacked uint8 codes [..., cols], uint8 block scales, float32 xhat) in one pass, for recorders."""
         x, encode_scale = self._prepare(x, encode_scale)
-        if x.numel() <= 2 * _CHUNK_VALUES:
+        if x.numel() <= 2 * CHUNK_VALUES:
             return self._quantize_codes(x, encode_scale)
         blocks = x.shape[-1] // self.block_size
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         block_scale = torch.empty((*x.shape[:-1], blocks), dtype=torch.uint8, device=x.device)
         xhat = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        for rows, piece, scale in _pieces(x, encode_scale):
+        for rows, piece, scale in row_pieces(x, encode_scale):
             parts = self._quantize_codes(piece, scale)
             for whole, part in zip((codes, block_scale, xhat), parts, strict=True):
                 whole.view(-1, whole.shape[-1])[rows] = part
@@ -166,14 +166,14 @@ def _times_blocks(q: Tensor, step: Tensor, block_size: int) -> Tensor:
     return q.unflatten(-1, (-1, block_size)).mul_(step.unsqueeze(-1)).view(q.shape)
 
 
-def _pieces(x: Tensor, encode_scale: EncodeScale) -> Iterator[tuple[slice, Tensor, EncodeScale]]:
+def row_pieces(x: Tensor, encode_scale: EncodeScale) -> Iterator[tuple[slice, Tensor, EncodeScale]]:
     """Yield (row slice, rows, their encode scale) so that each piece's intermediates stay in the cache."""
     cols = x.shape[-1]
     x_rows = x.view(-1, cols)
     per_row = isinstance(encode_scale, Tensor) and encode_scale.dim() > 0
     if per_row:
         encode_scale = encode_scale.expand(x.shape[:-1]).reshape(-1)
-    step = max(1, _CHUNK_VALUES // cols)
+    step = max(1, CHUNK_VALUES // cols)
     for start in range(0, x_rows.shape[0], step):
         rows = slice(start, start + step)
         yield rows, x_rows[rows], encode_scale[rows] if per_row else encode_scale

@@ -1,10 +1,10 @@
 """Guidance: what the rollout rounded to, recorded in a few bits per value, and how the trainer follows it.
 
-    record.RecordLayout    where the bits of each layer and tensor sit in a token's byte row
-    bits, scales           packing of codes and of block scales
-    align                  the rule of METHOD.md section 3
-    accounting             bytes per token, the paper's figures
-    store                  guidance shards on disk
+record.RecordLayout    where the bits of each layer and tensor sit in a token's byte row
+bits, scales           packing of codes and of block scales
+align                  the rule of METHOD.md section 3
+accounting             bytes per token, the paper's figures
+store                  guidance shards on disk
 """
 
 from trace_rl.guidance.accounting import plan

@@ -61,13 +61,15 @@ def plan(
         for part, tensors in (("activations", ("fc1",)), ("KV", ("k", "v"))):
             rows.append(_per_token(f"{label}, {part}", guidance, dims, tensors))
         totals[label] = bytes_per_token(guidance, dims)
-    rows.append(PlanRow("full / compact", f"{totals['full']} B / {totals['compact']} B", totals["full"] / totals["compact"], "x"))
+    ratio = totals["full"] / totals["compact"]
+    rows.append(PlanRow("full / compact", f"{totals['full']} B / {totals['compact']} B", ratio, "x"))
+    link = f"at {link_bytes_per_s / 1e9:g} GB/s"
     for label in ("full", "compact"):
         step_bytes = sequences * tokens * totals[label]
         formula = f"{sequences}*{tokens}*{totals[label]} B"
         rows.append(PlanRow(f"one RL step, {label} activations + KV", formula, step_bytes / _TIB, "TiB", step_bytes))
         seconds = step_bytes / link_bytes_per_s
-        rows.append(PlanRow(f"one RL step, {label}, at {link_bytes_per_s / 1e9:g} GB/s", f"{step_bytes} B", seconds, "s"))
+        rows.append(PlanRow(f"one RL step, {label}, {link}", f"{step_bytes} B", seconds, "s"))
     cheap = compact.model_copy(update={"scale_bits": 2})
     rows.append(_per_token("compact, activations, 2-bit scales", cheap, dims, ("fc1",)))
     return rows

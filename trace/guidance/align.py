@@ -8,19 +8,19 @@
 Because z uses the quantizer's multiplication (not a division), rounding to nearest on the rollout's scale is the
 quantizer bit for bit, so feeding the rollout's own activations reproduces its codes exactly.
 
-*Full codes* (bits = 4). q_roll is on the ladder, hence never strictly between q- and q+: the argmin is the bracket member
-on q_roll's side of z. A tie is impossible except for q- = q+.
+*Full codes* (bits = 4). q_roll is on the ladder, hence never strictly between q- and q+: the argmin is the bracket
+member on q_roll's side of z. A tie is impossible except for q- = q+.
 *One bit*. Neighbours on the ladder differ in the lowest bit of their index; the member with the recorded bit is taken.
 *Two and three bits* (low bits of the magnitude index; at b = 3 all of it, without the sign). q_roll is first decoded as
 the ladder value with those bits that is nearest to z, counted in ladder steps, on z's side of zero; then the full rule
 applies. A bracket member with matching bits is therefore always chosen, and if none matches, the one towards the
 decoded value.
-*Gate d* (ours). The other bracket member is only chosen where z lies within d steps of the rounding boundary (the middle
-of the bracket); elsewhere round-to-nearest stands. d = 0.5 always follows.
+*Gate d* (ours). The other bracket member is only chosen where z lies within d steps of the rounding boundary (the
+middle of the bracket); elsewhere round-to-nearest stands. d = 0.5 always follows.
 
 How it is computed: round to nearest gives q and the remainder z - q; its sign points to the other bracket member, one
-grid step away. The rounding trick of trace_rl.formats.e2m1 leaves the multiple of the step, whose parity is the mantissa
-bit, in the lowest bit of an intermediate float. Gradients are the caller's affair (straight-through, identity).
+grid step away. The rounding trick of trace_rl.formats.e2m1 leaves the multiple of the step, whose parity is the
+mantissa bit, in the lowest bit of an intermediate float. Gradients are the caller's affair (straight-through, identity).
 """
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
 from trace_rl.formats.nvfp4 import NVFP4, reciprocal
-from trace_rl.formats.quantized import EncodeScale, Format
+from trace_rl.formats.quantized import CHUNK_VALUES, EncodeScale, Format, row_pieces
 from trace_rl.guidance.bits import unpack_bits
 
 FULL_BITS = 4
@@ -53,11 +53,21 @@ def align(
     """float32 xhat [..., cols]: x rounded on the rollout's scale to the bracket member the guidance selects.
 
     x: bfloat16 or float32 [..., cols], the trainer's values. block_scale: uint8 [..., cols/block], the rollout's.
-    guidance: uint8 [..., cols], the low `bits` bits of each rollout code (or packed as by `pack_bits`). With bits = 4 it is
-    the whole code; `rollout_codes` may be given instead of it. encode_scale: G, as the rollout used it. fmt: default NVFP4.
+    guidance: uint8 [..., cols], the low `bits` bits of each rollout code (or packed as by `pack_bits`). With bits = 4 it
+    is the whole code; `rollout_codes` may be given instead of it. encode_scale: G, as the rollout used it. fmt: default
+    NVFP4.
     """
-    q, step = _follow(x, block_scale, guidance, bits, encode_scale, rollout_codes, gate=gate, fmt=fmt or _NVFP4)
-    return q.mul_(step.unsqueeze(-1)).view(x.shape)
+    fmt = fmt or _NVFP4
+    guidance = _checked(x, block_scale, guidance, bits, rollout_codes, gate=gate, fmt=fmt)
+    if x.numel() <= 2 * CHUNK_VALUES:
+        return _follow(x, block_scale, guidance, bits, encode_scale, gate=gate, fmt=fmt, as_codes=False)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    out_rows, scale_rows, guidance_rows = (t.view(-1, t.shape[-1]) for t in (out, block_scale.contiguous(), guidance))
+    for rows, piece, scale in row_pieces(x.detach().contiguous(), encode_scale):
+        out_rows[rows] = _follow(
+            piece, scale_rows[rows], guidance_rows[rows], bits, scale, gate=gate, fmt=fmt, as_codes=False
+        )
+    return out
 
 
 def align_codes(
@@ -72,30 +82,22 @@ def align_codes(
     fmt: Format | None = None,
 ) -> Tensor:
     """The codes `align` rounds to, unpacked uint8 [..., cols]."""
-    q, _ = _follow(x, block_scale, guidance, bits, encode_scale, rollout_codes, gate=gate, fmt=fmt or _NVFP4)
-    return e2m1.codes(q).view(x.shape)
+    fmt = fmt or _NVFP4
+    guidance = _checked(x, block_scale, guidance, bits, rollout_codes, gate=gate, fmt=fmt)
+    return _follow(x, block_scale, guidance, bits, encode_scale, gate=gate, fmt=fmt, as_codes=True)
 
 
 def _follow(
     x: Tensor,
     block_scale: Tensor,
-    guidance: Tensor | None,
+    guidance: Tensor,
     bits: int,
     encode_scale: EncodeScale,
-    rollout_codes: Tensor | None,
     *,
     gate: float,
     fmt: Format,
-) -> tuple[Tensor, Tensor]:
-    """(q* [..., n, block], step [..., n])."""
-    if not 0 < gate <= UNGATED:
-        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")
-    guidance = _unpacked(x, guidance, bits, rollout_codes)
-    if block_scale.shape[-1] * fmt.block_size != x.shape[-1]:
-        raise UserError(
-            f"{block_scale.shape[-1]} block scales for {x.shape[-1]} columns: {fmt.name} has one per {fmt.block_size}; "
-            "the guidance was recorded with another format"
-        )
+    as_codes: bool,
+) -> Tensor:
     step = fmt.scale_values(block_scale.view(torch.uint8), encode_scale)
     blocks = x.detach().unflatten(-1, (-1, fmt.block_size))
     z = (blocks * reciprocal(step).unsqueeze(-1)).clamp_(-e2m1.MAX, e2m1.MAX)
@@ -107,11 +109,11 @@ def _follow(
     if bits == 1:
         move = (shifted.view(torch.int32) ^ guide).bitwise_and_(1)
     else:
-        move = (_rollout_values(guide, z, bits) - z).mul_(remainder) > 0
+        move = ((_rollout_values(guide, z, bits) - z).mul_(remainder) > 0).view(torch.uint8)  # bool is slow to multiply
     if gate < UNGATED:
-        move = move * (remainder.abs() >= octave * (0.5 * (0.5 - gate)))
+        move = move * (remainder.abs() >= octave * (0.5 * (0.5 - gate))).view(torch.uint8)
     q.add_(remainder.sign_().mul_(octave).mul_(move), alpha=0.5)
-    return q, step
+    return e2m1.codes(q).view(x.shape) if as_codes else q.mul_(step.unsqueeze(-1)).view(x.shape)
 
 
 def _rollout_values(guide: Tensor, z: Tensor, bits: int) -> Tensor:
@@ -127,17 +129,36 @@ def _rollout_values(guide: Tensor, z: Tensor, bits: int) -> Tensor:
     return value.copysign_(z)
 
 
-def _unpacked(x: Tensor, guidance: Tensor | None, bits: int, rollout_codes: Tensor | None) -> Tensor:
+def _checked(
+    x: Tensor,
+    block_scale: Tensor,
+    guidance: Tensor | None,
+    bits: int,
+    rollout_codes: Tensor | None,
+    *,
+    gate: float,
+    fmt: Format,
+) -> Tensor:
+    """The guidance, unpacked and contiguous, once everything is known to belong together."""
     if bits not in (1, 2, 3, FULL_BITS):
         raise UserError(f"guidance.bits is {bits}; choose 1, 2, 3 or 4 (4 = full codes)")
+    if not 0 < gate <= UNGATED:
+        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")
+    if block_scale.shape[:-1] != x.shape[:-1] or block_scale.shape[-1] * fmt.block_size != x.shape[-1]:
+        raise UserError(
+            f"block scales of shape {tuple(block_scale.shape)} do not belong to a tensor of shape {tuple(x.shape)}: "
+            f"{fmt.name} has one per {fmt.block_size} columns; the guidance was recorded with another format or model"
+        )
     if rollout_codes is not None and (bits == FULL_BITS or guidance is None):
-        guidance = rollout_codes
-        if guidance.shape[-1] * 2 == x.shape[-1]:
-            guidance = e2m1.unpack_codes(guidance)
+        whole = rollout_codes.shape[-1] == x.shape[-1]
+        guidance = rollout_codes if whole else unpack_bits(rollout_codes, FULL_BITS, x.shape[-1])
     if guidance is None:
         raise UserError("align needs `guidance`, or `rollout_codes` for full guidance")
     if guidance.shape[-1] != x.shape[-1]:
         guidance = unpack_bits(guidance, bits, x.shape[-1])
     if guidance.shape != x.shape:
-        raise UserError(f"guidance of shape {tuple(guidance.shape)} does not belong to a tensor of shape {tuple(x.shape)}")
+        raise UserError(
+            f"guidance of shape {tuple(guidance.shape)} does not belong to a tensor of shape {tuple(x.shape)}: "
+            "pass the rows of the same tokens, unpacked or packed by pack_bits"
+        )
     return guidance.contiguous()

@@ -4,13 +4,14 @@ A row is the concatenation, over guided layers in order and in each over FC1 inp
 
     [ payload: cols * bits / 8 bytes | scales: cols/block bytes, or a quarter of it with scale_bits 2 ]
 
-so a buffer indexed by KV slot is a plain uint8 matrix: recording is a row scatter, collecting a request is a row gather,
-and nothing needs an index or a header. FC1 exists in MoE layers (one hidden vector per token, shared by its experts),
+so a buffer indexed by KV slot is a plain uint8 matrix: recording is a row scatter, collecting a request is a row
+gather, and nothing needs an index or a header. FC1 exists in MoE layers (one hidden vector per token, shared by its experts),
 K and V in layers with a KV cache (num_kv_heads*head_dim columns, head after head).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import torch
@@ -69,13 +70,24 @@ class ModelDims:
 
 @dataclass(frozen=True)
 class Field:
-    """One guided tensor of one layer: columns and where its bytes sit in the row."""
+    """One guided tensor of one layer: columns, and where its bytes sit in the row."""
 
     layer: int
     tensor: str
     cols: int
-    payload: slice
-    scales: slice
+    start: int
+    middle: int
+    stop: int
+
+    @property
+    def payload(self) -> slice:
+        """Bytes of the packed code bits."""
+        return slice(self.start, self.middle)
+
+    @property
+    def scales(self) -> slice:
+        """Bytes of the block scales."""
+        return slice(self.middle, self.stop)
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class RecordLayout:
     block_size: int
     fields: tuple[Field, ...]
     row_bytes: int
-    _index: dict[tuple[int, str], Field]
+    _index: dict[tuple[int, str], Field] = dataclass_field(repr=False, compare=False)
 
     @classmethod
     def build(cls, spec: GuidanceSpec, dims: ModelDims, *, block_size: int = 16) -> "RecordLayout":
@@ -101,13 +113,13 @@ class RecordLayout:
                 cols = dims.columns(tensor)
                 if cols % block_size or (tensor != "fc1" and dims.head_dim % block_size):
                     raise UserError(
-                        f"layer {layer}, {tensor}: {cols} columns (head_dim {dims.head_dim}) do not divide into blocks of "
-                        f"{block_size}; use a format with a smaller block, or remove {tensor!r} from guidance.tensors"
+                        f"layer {layer}, {tensor}: {cols} columns (head_dim {dims.head_dim}) do not divide into blocks "
+                        f"of {block_size}; use a format with a smaller block, or remove {tensor!r} from guidance.tensors"
                     )
                 middle = offset + packed_bytes(cols, spec.bits)
-                end = middle + packed_scale_bytes(cols // block_size, spec.scale_bits)
-                fields.append(Field(layer, tensor, cols, slice(offset, middle), slice(middle, end)))
-                offset = end
+                stop = middle + packed_scale_bytes(cols // block_size, spec.scale_bits)
+                fields.append(Field(layer, tensor, cols, offset, middle, stop))
+                offset = stop
         index = {(field.layer, field.tensor): field for field in fields}
         return cls(spec, dims, block_size, tuple(fields), offset, index)
 
@@ -115,9 +127,7 @@ class RecordLayout:
         """The field of a tensor, None if it is not guided."""
         return self._index.get((layer, tensor))
 
-    def write(
-        self, buffer: Tensor, rows: Tensor, layer: int, tensor: str, codes: Tensor, block_scale: Tensor
-    ) -> None:
+    def write(self, buffer: Tensor, rows: Tensor, layer: int, tensor: str, codes: Tensor, block_scale: Tensor) -> None:
         """Write one tensor of T tokens into rows of the buffer, in place.
 
         buffer uint8 [slots, row_bytes]; rows int64 [T], distinct; codes unpacked uint8 [T, cols]; block_scale uint8
@@ -125,7 +135,7 @@ class RecordLayout:
         """
         field = self._require(layer, tensor)
         packed = torch.cat((pack_bits(codes, self.spec.bits), pack_scales(block_scale, self.spec.scale_bits)), dim=1)
-        buffer[:, field.payload.start : field.scales.stop].index_copy_(0, rows, packed)
+        buffer[:, field.start : field.stop].index_copy_(0, rows, packed)
 
     def read(self, rows: Tensor, layer: int, tensor: str) -> tuple[Tensor, Tensor]:
         """(unpacked guidance uint8 [T, cols], block scales uint8 as recorded) of rows uint8 [T, row_bytes].
@@ -160,7 +170,7 @@ class _ConfigValues:
             if self._values.get(name) is not None:
                 return self._values[name]
         raise UserError(
-            f"the model config has none of {', '.join(names)}: it is not a mixture-of-experts language model's config.json"
+            f"the model config has none of {', '.join(names)}: it is not the config.json of a mixture-of-experts model"
         )
 
 

@@ -2,9 +2,9 @@
 
 The trainer computes its own scale code of every block; codes of positive E4M3 numbers are monotone, and the rollout's
 code is nearly always the same or one step away. So two low bits determine it: the rollout's code is the one nearest to
-the trainer's with those bits. Off by -1, 0 or +1 is recovered for certain. Off by 2 shows (the bits differ by 2) but its
-sign does not: +2 is taken, and the block is counted. Off by 3 or more is recovered wrongly without a sign; comparing with
-8-bit scales (a diagnostic run) counts those too, see `recovery_failures`.
+the trainer's with those bits. Off by -1, 0 or +1 is recovered for certain. Off by 2 shows (the bits differ by 2) but
+its sign does not: +2 is taken, and the block is counted. Off by 3 or more is recovered wrongly and unnoticed; comparing
+with 8-bit scales (a diagnostic run) counts those too, see `recovery_failures`.
 """
 
 import torch

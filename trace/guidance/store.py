@@ -50,9 +50,7 @@ def write_shard(path: str | Path, tensors: dict[str, Tensor], *, policy_version:
         os.close(directory)
 
 
-def read_shard(
-    path: str | Path, *, policy_version: int | None = None, quant_hash: str | None = None
-) -> GuidanceShard:
+def read_shard(path: str | Path, *, policy_version: int | None = None, quant_hash: str | None = None) -> GuidanceShard:
     """Read and verify a shard; policy_version and quant_hash, where given, must match."""
     path = Path(path)
     if not path.is_file():
