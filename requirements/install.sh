@@ -5,13 +5,13 @@
 #   then this package, editable. The stamp is written last, so an interrupted run never counts as ready.
 #
 # Variables: VENV, LOCK, PYTHON (interpreter to build from), TORCH_INDEX (extra index with PyTorch's own builds),
-# PIP_FLAGS (default -q).
+# PIP_FLAGS (default -qq: errors only; empty shows what pip does).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 LOCK=${LOCK:-requirements/cpu.txt}
-PIP_FLAGS=${PIP_FLAGS:--q}
+PIP_FLAGS=${PIP_FLAGS--qq}
 STAMP=$VENV/.ready
 
 fail() {
@@ -66,8 +66,7 @@ pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep '^torch==' 
 say "2/3 $(grep -c '==' "$LOCK") locked packages"
 pip install --no-deps -r "$LOCK"
 say "3/3 trace-rl, editable"
-# -qq: setuptools warns at length that a folder of the working directory may shadow the package.
-PIP_FLAGS=-qq pip install --no-deps --no-build-isolation -e .
+pip install --no-deps --no-build-isolation -e .
 
 printf '%s\n%s\n' "$here" "$content" >"$STAMP.new"
 mv "$STAMP.new" "$STAMP"
