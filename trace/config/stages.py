@@ -28,20 +28,21 @@ from trace_rl.errors import UserError
 PACKAGE = "trace_rl"
 
 # Sections of ExperimentConfig that a stage reads; `section.field` is one field of a section. `sampling` and `engine`
-# travel together because a validator compares them.
+# travel together because a validator compares them. `train` carries what its inputs were made with, too, because a
+# training run is identified by it.
 _ROLLOUT = ("run", "format", "engine", "sampling")
 SECTIONS: dict[str, tuple[str, ...]] = {
     "data": ("run", "data"),
     "checkpoint": ("run", "checkpoint", "data"),
-    "calibrate": (*_ROLLOUT, "data", "calibrate"),
-    "audit": (*_ROLLOUT, "suite.methods_dir"),
-    "parity": (*_ROLLOUT, "data", "parity"),
-    "train": (*_ROLLOUT, "data", "training", "suite.methods_dir"),
+    "calibrate": (*_ROLLOUT, "calibrate"),
+    "audit": _ROLLOUT,
+    "parity": (*_ROLLOUT, "parity"),
+    "train": (*_ROLLOUT, "checkpoint", "data", "calibrate", "training", "suite.methods_dir"),
     "quantize": ("run", "format", "suite.methods_dir"),
-    "bench": (*_ROLLOUT, "data", "bench"),
-    "evaluate": (*_ROLLOUT, "data", "evaluate", "suite.methods_dir"),
-    "summary": ("run", "format", "suite", "training", "evaluate"),
-    "report": ("run", "format", "suite", "training", "evaluate"),
+    "bench": (*_ROLLOUT, "bench"),
+    "evaluate": (*_ROLLOUT, "evaluate", "suite.methods_dir"),
+    "summary": ("run", "suite"),
+    "report": ("run", "format", "suite"),
 }
 
 # Settings are compared by value; tracking and errors never change a result. `quant`, `guidance` and `paths` compute.
@@ -107,7 +108,7 @@ class Source:
 
 @cache
 def package_sources() -> dict[str, Source]:
-    """Every module (by import name) and data file (by path) of the installed package."""
+    """Every module (by import name) and data file (by package and path) of the installed package."""
     modules = {_module_name(file, base=base, prefix=prefix): file for file, base, prefix in _python_files()}
     return scan(modules)
 
@@ -125,8 +126,9 @@ def scan(modules: dict[str, Path]) -> dict[str, Source]:
         uses = _imported(tree, package=package, modules=modules) | _named(texts, modules=modules)
         uses.discard(name)
         for data in _data_files(file.parent, texts=texts):
-            uses.add(str(data))
-            sources.setdefault(str(data), Source(hashlib.sha256(data.read_bytes()).hexdigest(), ()))
+            key = f"{package}/{data.relative_to(file.parent).as_posix()}"
+            uses.add(key)
+            sources.setdefault(key, Source(hashlib.sha256(data.read_bytes()).hexdigest(), ()))
         sources[name] = Source(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(sorted(uses)))
     return sources
 

@@ -24,7 +24,7 @@ rule parity:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
-        audit=ancient(rules.audit.output),
+        audit=ancient(PATHS.audit),
     output:
         PATHS.parity,
     log:

@@ -29,7 +29,7 @@ def read_experiment(config):
         methods = load_suite(experiment)
     except UserError as error:
         raise WorkflowError(str(error)) from None
-    validate(config, schema="../schemas/config.schema.yaml", set_default=False)
+    validate(experiment.model_dump(mode="json"), schema="../schemas/config.schema.yaml", set_default=False)
     return experiment, methods
 
 

@@ -24,16 +24,23 @@ rule summary:
         methods=[method.model_dump_json() for method in METHODS.values()],
         code=stages.code_digest("summary"),
     shell:
-        "trace-rl summary --config {params.config:q} > {output.table} 2> {log}"
+        "COLUMNS=120 trace-rl summary --config {params.config:q} > {output.table} 2> {log}"
 
 
 rule report:
     input:
         summary=rules.summary.output.summary,
+        gates=rules.summary.input.gates,
+        calibration=rules.calibrate.output.metrics,
         training=rules.summary.input.training,
         bench=rules.bench_rollout.output,
     output:
-        directory(PATHS.report),
+        report(
+            directory(PATHS.report),
+            caption="../report/index.rst",
+            category="Report",
+            htmlindex="index.html",
+        ),
     log:
         f"{LOGS}/report.log",
     benchmark:
