@@ -138,3 +138,28 @@ def test_every_command_calls_its_stage_with_arguments_it_has(repository: Path) -
             assert num_required <= len(call.args) <= len(arguments.args), f"{module}.{function}: positional arguments"
             calls += 1
     assert calls >= 12
+
+
+def test_plan_counts_guidance_bytes(repository: Path, tmp_path: Path) -> None:
+    model = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32}
+    model |= {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    table = trace_rl("plan", "--model", "config.json", cwd=tmp_path)
+    assert table.returncode == 0, table.stderr
+    for figure in ("54.0 KiB", "9.0 KiB", "6.0x"):
+        assert figure in table.stdout
+    suite = trace_rl("plan", "config/config.yaml", cwd=repository)
+    assert suite.returncode == 0, suite.stderr
+    rows = {line.split("│")[1].strip(): line for line in suite.stdout.splitlines() if line.startswith("│")}
+    # 3 of 6 layers, 128 + 2 * 64 values, 1 bit and an 8-bit scale per 16; then 6 layers with whole codes.
+    assert f" {3 * 256 * (1 + 8 / 16) / 8:.0f} " in rows["trace"]
+    assert f" {6 * 256 * (4 + 8 / 16) / 8:.0f} " in rows["trace_full"]
+
+
+def test_method_of_the_wrong_kind_is_a_user_error(repository: Path) -> None:
+    result = trace_rl("train", "--method", "ptq_nvfp4", cwd=repository)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --method ptq_nvfp4: this method is quantized after training")
+    result = trace_rl("quantize", "--method", "absent", cwd=repository)
+    assert result.returncode == 2
+    assert "config/methods/absent.yaml: no such configuration file" in result.stderr
