@@ -5,18 +5,26 @@ import copy
 import pytest
 import torch
 from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
-from trace_rl.models.families import cast_parameters, family_of, quantized_parameters
+from trace_rl.models.families import cast_parameters, family_of, moe_layers, quantized_parameters
 from trace_rl.qat.attach import attach
 from trace_rl.qat.experts import Dispatch
 
@@ -33,17 +41,31 @@ COMMON = {
 }
 
 
+EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
+HYBRID = SHARED | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+FAMILIES = {
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 8, "intermediate_size": 32, "head_dim": 16}),
+    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 8, "intermediate_size": 32, "norm_topk_prob": False}),
+    "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, SHARED),
+    "granitemoe": (GraniteMoeForCausalLM, GraniteMoeConfig, {"num_local_experts": 8, "intermediate_size": 32}),
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, HYBRID),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, HYBRID),
+}
+
+
 def build(family: str, dtype=torch.float32):
     torch.manual_seed(0)
-    if family == "qwen3_moe":
-        config = Qwen3MoeConfig(**COMMON, head_dim=16, num_experts=8, moe_intermediate_size=32, norm_topk_prob=True)
-        model = Qwen3MoeForCausalLM(config)
-    elif family == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**COMMON, head_dim=16, num_local_experts=8, intermediate_size=32))
-    else:
-        config = OlmoeConfig(**COMMON, num_experts=8, intermediate_size=32, norm_topk_prob=False)
-        model = OlmoeForCausalLM(config)
-    return cast_parameters(model, dtype)
+    model_class, config_class, extra = FAMILIES[family]
+    return cast_parameters(model_class(config_class(**COMMON | extra)), dtype).eval()
 
 
 def scales(num_layers: int = 2) -> StaticScales:
@@ -60,7 +82,7 @@ def batch():
     return ids, mask
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_off_mode_equals_stock_eager(family):
     stock, ours = build(family), build(family)
     stock.set_attn_implementation("eager")
@@ -90,6 +112,23 @@ def test_bfloat16_off_mode_stays_within_rounding_noise():
         got = ours(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
         expected = stock(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().log_softmax(-1)
     assert (got - expected)[mask.bool()].abs().mean() < 0.03
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replaying_the_live_choice_changes_nothing(family):
+    model = build(family)
+    qat = attach(model, quant=BF16)
+    ids, mask = batch()
+    chosen = []
+    for moe in moe_layers(model):
+        moe.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    with torch.no_grad(), qat.forward(mode="off"):
+        live = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    recorded = torch.stack(chosen, dim=1).view(*ids.shape, len(chosen), -1).to(torch.int16)
+    with torch.no_grad(), qat.forward(mode="off", expert_ids=recorded, valid=mask.bool()):
+        replayed = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(replayed[mask.bool()], live[mask.bool()], rtol=1e-4, atol=1e-4)
+    assert qat.replayed_fraction == 1.0
 
 
 def test_dispatch_places_every_pair_in_its_experts_rows():
