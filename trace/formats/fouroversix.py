@@ -32,7 +32,7 @@ class FourOverSix(NVFP4):
             raise UserError(f"fouroversix rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
         self.rule = rule
 
-    def block_scales(self, x: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         x, encode_scale = self._prepare(x, encode_scale)
         return self._blocks(x.unflatten(-1, (-1, self.block_size)), encode_scale)[1]
 
@@ -46,7 +46,7 @@ class FourOverSix(NVFP4):
         sigma = torch.where(take_four, four[1].view(torch.uint8), six[1].view(torch.uint8))
         return q, sigma, torch.where(take_four, four[2], six[2])
 
-    def _candidate(self, blocks: Tensor, ideal: Tensor, inverse: float | Tensor) -> tuple[Tensor, ...]:
+    def _candidate(self, blocks: Tensor, ideal: Tensor, inverse: EncodeScale) -> tuple[Tensor, ...]:
         sigma = ideal.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
         step = sigma.float().mul_(inverse)
         q = e2m1.round_(blocks * reciprocal(step).unsqueeze(-1))

@@ -35,11 +35,11 @@ class MXFP4(Format):
             raise UserError(f"mxfp4 scale rule {rule!r} is unknown; choose one of {', '.join(RULES)}")
         self.rule = rule
 
-    def block_scales(self, x: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         x, _ = self._prepare(x, 1.0)
         return self._scale_bytes(block_amax(x.unflatten(-1, (-1, self.block_size)))).to(torch.uint8)
 
-    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """2^(byte - 127), float32."""
         return _power(block_scale.to(torch.int32))
 

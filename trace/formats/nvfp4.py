@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
-from trace_rl.formats.quantized import EncodeScale, Format, block_amax, per_block
+from trace_rl.formats.quantized import EncodeScale, Format, block_amax
 
 E4M3_MAX = 448.0
 ONE_SIXTH = float(np.float32(1.0 / 6.0))
@@ -46,12 +46,12 @@ class NVFP4(Format):
         scale = (self.scale_max * e2m1.MAX) / amax
         return torch.where(amax == 0, 1.0, scale.clamp_max_(MAX_ENCODE_SCALE))
 
-    def block_scales(self, x: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         x, encode_scale = self._prepare(x, encode_scale)
         scale, _ = split_encode_scale(encode_scale)
         return _e4m3(block_amax(x.unflatten(-1, (-1, self.block_size))), scale).view(torch.uint8)
 
-    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """sigma * (1/G), float32 [..., n]."""
         _, inverse = split_encode_scale(1.0 if encode_scale is None else encode_scale)
         return e4m3_values(block_scale).mul_(inverse)
@@ -64,12 +64,14 @@ class NVFP4(Format):
         return q, sigma.view(torch.uint8), step
 
 
-def split_encode_scale(encode_scale: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+def split_encode_scale(encode_scale: EncodeScale) -> tuple[EncodeScale, EncodeScale]:
     """(G, 1/G), both FP32, shaped for [..., n] block tensors. Plain numbers stay numbers (cheapest)."""
-    if isinstance(encode_scale, Tensor):
-        scale = per_block(encode_scale.detach().float())
-        return scale, scale.reciprocal()
-    return _split_number(float(encode_scale))
+    if not isinstance(encode_scale, Tensor):
+        return _split_number(float(encode_scale))
+    scale = encode_scale.detach().float()
+    if scale.dim():
+        scale = scale.unsqueeze(-1)
+    return scale, scale.reciprocal()
 
 
 def reciprocal(step: Tensor) -> Tensor:
@@ -90,5 +92,5 @@ def _split_number(encode_scale: float) -> tuple[float, float]:
     return float(scale), float(np.float32(1.0) / scale)
 
 
-def _e4m3(amax: Tensor, scale: float | Tensor) -> Tensor:
+def _e4m3(amax: Tensor, scale: EncodeScale) -> Tensor:
     return amax.mul_(ONE_SIXTH).mul_(scale).clamp_max_(E4M3_MAX).to(torch.float8_e4m3fn)

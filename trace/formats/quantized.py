@@ -20,7 +20,7 @@ from torch import Tensor
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
 
-EncodeScale = float | Tensor | None
+EncodeScale = float | Tensor
 
 CHUNK_VALUES = 1 << 17  # larger tensors are worked through in pieces that stay in the cache
 
@@ -52,9 +52,7 @@ class QuantizedTensor:
 
     def dequantize(self) -> Tensor:
         """float32 [rows, cols], equal bit for bit to the format's `fake_quant` of the original."""
-        q = e2m1.values(e2m1.unpack_codes(self.codes))
-        scale = self.format.scale_values(self.block_scale, self.encode_scale)
-        return _times_blocks(q, scale, self.format.block_size)
+        return self.format.decode(e2m1.unpack_codes(self.codes), self.block_scale, self.encode_scale)
 
     @property
     def num_bytes(self) -> int:
@@ -69,11 +67,11 @@ class Format(ABC):
     block_size: int
 
     @abstractmethod
-    def block_scales(self, x: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """uint8 block scales [..., cols/block] that round-to-nearest quantization of x uses."""
 
     @abstractmethod
-    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """float32 value of one step unit per block: what a codeword value is multiplied with."""
 
     @abstractmethod
@@ -84,7 +82,7 @@ class Format(ABC):
         """Global scale of a tensor (or of each slice) with this largest magnitude; 1 for formats without one."""
         return torch.ones_like(torch.as_tensor(amax, dtype=torch.float32))
 
-    def fake_quant(self, x: Tensor, encode_scale: EncodeScale = None) -> Tensor:
+    def fake_quant(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """float32 xhat, same shape: quantize and dequantize in one pass. No autograd, no finiteness check."""
         x, encode_scale = self._prepare(x, encode_scale)
         if x.numel() <= 2 * CHUNK_VALUES:
@@ -94,7 +92,7 @@ class Format(ABC):
             out.view(-1, x.shape[-1])[rows] = self._fake_quant(piece, scale)
         return out
 
-    def quantize_codes(self, x: Tensor, encode_scale: EncodeScale = None) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize_codes(self, x: Tensor, encode_scale: EncodeScale | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(unpacked uint8 codes [..., cols], uint8 block scales, float32 xhat) in one pass, for recorders."""
         x, encode_scale = self._prepare(x, encode_scale)
         if x.numel() <= 2 * CHUNK_VALUES:
@@ -110,7 +108,7 @@ class Format(ABC):
         return codes, block_scale, xhat
 
     def quantize(
-        self, x: Tensor, encode_scale: EncodeScale = None, *, name: str = "x", check: bool = True
+        self, x: Tensor, encode_scale: EncodeScale | None = None, *, name: str = "x", check: bool = True
     ) -> QuantizedTensor:
         """Quantize a [rows, cols] tensor. `name` appears in error messages; `check` looks for NaN and Inf."""
         if x.dim() != 2:
@@ -122,6 +120,11 @@ class Format(ABC):
         stored = torch.as_tensor(encode_scale, dtype=torch.float32, device=x.device)
         return QuantizedTensor(format=self, codes=e2m1.pack_codes(codes), block_scale=scale, encode_scale=stored)
 
+    def decode(self, codes: Tensor, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
+        """float32 xhat [..., cols] of unpacked codes and block scales."""
+        q = e2m1.values(codes).unflatten(-1, (-1, self.block_size))
+        return q.mul_(self.scale_values(block_scale, encode_scale).unsqueeze(-1)).view(codes.shape)
+
     def _fake_quant(self, x: Tensor, encode_scale: EncodeScale) -> Tensor:
         q, _, step = self._blocks(x.unflatten(-1, (-1, self.block_size)), encode_scale)
         return q.mul_(step.unsqueeze(-1)).view(x.shape)
@@ -131,7 +134,7 @@ class Format(ABC):
         codes = e2m1.codes(q).view(x.shape)
         return codes, scale, q.mul_(step.unsqueeze(-1)).view(x.shape)
 
-    def _prepare(self, x: Tensor, encode_scale: EncodeScale, *, name: str = "x") -> tuple[Tensor, EncodeScale]:
+    def _prepare(self, x: Tensor, encode_scale: EncodeScale | None, *, name: str = "x") -> tuple[Tensor, EncodeScale]:
         if x.shape[-1] % self.block_size:
             raise UserError(
                 f"tensor {name!r} of shape {tuple(x.shape)}: the last dimension must be a multiple of "
@@ -155,25 +158,14 @@ def block_amax(blocks: Tensor) -> Tensor:
     return (blocks.view(integer) & mask).amax(-1).view(blocks.dtype).float()
 
 
-def per_block(encode_scale: EncodeScale) -> float | Tensor:
-    """Encode scale shaped to multiply [..., n] block tensors."""
-    if isinstance(encode_scale, Tensor) and encode_scale.dim():
-        return encode_scale.unsqueeze(-1)
-    return encode_scale
-
-
-def _times_blocks(q: Tensor, step: Tensor, block_size: int) -> Tensor:
-    return q.unflatten(-1, (-1, block_size)).mul_(step.unsqueeze(-1)).view(q.shape)
-
-
 def row_pieces(x: Tensor, encode_scale: EncodeScale) -> Iterator[tuple[slice, Tensor, EncodeScale]]:
     """Yield (row slice, rows, their encode scale) so that each piece's intermediates stay in the cache."""
     cols = x.shape[-1]
     x_rows = x.view(-1, cols)
-    per_row = isinstance(encode_scale, Tensor) and encode_scale.dim() > 0
-    if per_row:
-        encode_scale = encode_scale.expand(x.shape[:-1]).reshape(-1)
+    per_row = None
+    if isinstance(encode_scale, Tensor) and encode_scale.dim():
+        per_row = encode_scale.expand(x.shape[:-1]).reshape(-1)
     step = max(1, CHUNK_VALUES // cols)
     for start in range(0, x_rows.shape[0], step):
         rows = slice(start, start + step)
-        yield rows, x_rows[rows], encode_scale[rows] if per_row else encode_scale
+        yield rows, x_rows[rows], encode_scale if per_row is None else per_row[rows]

@@ -20,7 +20,7 @@ middle of the bracket); elsewhere round-to-nearest stands. d = 0.5 always follow
 
 How it is computed: round to nearest gives q and the remainder z - q; its sign points to the other bracket member, one
 grid step away. The rounding trick of trace_rl.formats.e2m1 leaves the multiple of the step, whose parity is the
-mantissa bit, in the lowest bit of an intermediate float. Gradients are the caller's affair (straight-through, identity).
+mantissa bit, in the lowest bit of an intermediate float. The gradient is the caller's affair (straight-through).
 """
 
 import torch
@@ -53,8 +53,8 @@ def align(
     """float32 xhat [..., cols]: x rounded on the rollout's scale to the bracket member the guidance selects.
 
     x: bfloat16 or float32 [..., cols], the trainer's values. block_scale: uint8 [..., cols/block], the rollout's.
-    guidance: uint8 [..., cols], the low `bits` bits of each rollout code (or packed as by `pack_bits`). With bits = 4 it
-    is the whole code; `rollout_codes` may be given instead of it. encode_scale: G, as the rollout used it. fmt: default
+    guidance: uint8 [..., cols], the low `bits` bits of each rollout code (or packed as by `pack_bits`); at bits = 4 the
+    whole code, for which `rollout_codes` may be given instead. encode_scale: G, as the rollout used it. fmt: default
     NVFP4.
     """
     fmt = fmt or _NVFP4
@@ -105,14 +105,15 @@ def _follow(
     shifted = torch.add(z, octave, alpha=e2m1.STEP_TO_MAGIC)
     q = torch.sub(shifted, octave, alpha=e2m1.STEP_TO_MAGIC)
     remainder = z - q
+    other = remainder.sign()  # direction of the other bracket member, 0 on the grid
     guide = guidance.view(z.shape)
     if bits == 1:
         move = (shifted.view(torch.int32) ^ guide).bitwise_and_(1)
     else:
-        move = ((_rollout_values(guide, z, bits) - z).mul_(remainder) > 0).view(torch.uint8)  # bool is slow to multiply
+        move = ((_rollout_values(guide, z, bits) - z).mul_(other) > 0).view(torch.uint8)  # bool is slow to multiply
     if gate < UNGATED:
         move = move * (remainder.abs() >= octave * (0.5 * (0.5 - gate))).view(torch.uint8)
-    q.add_(remainder.sign_().mul_(octave).mul_(move), alpha=0.5)
+    q.add_(other.mul_(octave).mul_(move), alpha=0.5)
     return e2m1.codes(q).view(x.shape) if as_codes else q.mul_(step.unsqueeze(-1)).view(x.shape)
 
 

@@ -6,6 +6,8 @@ column j. Eight codes are handled as one 64-bit integer (little-endian hosts): h
 and for b = 1 one multiplication does it: the products 8j + 56 - 7i never collide, so no carry disturbs the top byte.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ def unpack_bits(packed: Tensor, bits: int, cols: int) -> Tensor:
     return words.view(torch.uint8)
 
 
-def _folds(bits: int):
+def _folds(bits: int) -> Iterator[tuple[int, int]]:
     """(shift, mask) of the three folds: neighbours become pairs, pairs quadruples, quadruples the group."""
     for width in (1, 2, 4):
         merged = (1 << (2 * width * bits)) - 1
@@ -68,7 +70,7 @@ def _folds(bits: int):
         yield width * (8 - bits), _signed(mask)
 
 
-def _unfolds(bits: int):
+def _unfolds(bits: int) -> Iterator[tuple[int, int]]:
     for width in (1, 2, 4):
         part = (1 << (width * bits)) - 1
         mask = sum(part << offset for offset in range(0, 64, 8 * width))

@@ -5,8 +5,8 @@ A row is the concatenation, over guided layers in order and in each over FC1 inp
     [ payload: cols * bits / 8 bytes | scales: cols/block bytes, or a quarter of it with scale_bits 2 ]
 
 so a buffer indexed by KV slot is a plain uint8 matrix: recording is a row scatter, collecting a request is a row
-gather, and nothing needs an index or a header. FC1 exists in MoE layers (one hidden vector per token, shared by its experts),
-K and V in layers with a KV cache (num_kv_heads*head_dim columns, head after head).
+gather, and nothing needs an index or a header. FC1 exists in MoE layers (one hidden vector per token, shared by its
+experts), K and V in layers with a KV cache (num_kv_heads*head_dim columns, head after head).
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ class RecordLayout:
                 if cols % block_size or (tensor != "fc1" and dims.head_dim % block_size):
                     raise UserError(
                         f"layer {layer}, {tensor}: {cols} columns (head_dim {dims.head_dim}) do not divide into blocks "
-                        f"of {block_size}; use a format with a smaller block, or remove {tensor!r} from guidance.tensors"
+                        f"of {block_size}; use a format with smaller blocks, or drop {tensor!r} from guidance.tensors"
                     )
                 middle = offset + packed_bytes(cols, spec.bits)
                 stop = middle + packed_scale_bytes(cols // block_size, spec.scale_bits)
