@@ -24,7 +24,7 @@ rule parity:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
-        audit=ancient(PATHS.audit),
+        audit=rules.audit.output,
     output:
         PATHS.parity,
     log:

@@ -4,7 +4,8 @@
 #   config  the settings its stage reads (trace/config/stages.py), which is also all the stage is given
 #   method  the content of the method file
 #   code    a digest of the modules its stage imports
-# Gates (audit, parity) are `ancient` inputs: they must pass first, but passing again does not retrain.
+# Gates (audit, parity) are ordinary inputs of training: `ancient` ones would hide changed params of the jobs behind them.
+# A training whose settings, data and code are unchanged only writes its outputs again.
 
 import json
 import shlex

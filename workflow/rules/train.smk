@@ -5,7 +5,7 @@ rule train:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
-        gates=ancient([PATHS.audit, PATHS.parity]),
+        gates=[rules.audit.output, rules.parity.output],
     output:
         policy=directory(f"{TRAIN}/policy"),
         steps=f"{TRAIN}/metrics.jsonl",
