@@ -150,10 +150,8 @@ def test_plan_counts_guidance_bytes(repository: Path, tmp_path: Path) -> None:
         assert figure in table.stdout
     suite = trace_rl("plan", "config/config.yaml", cwd=repository)
     assert suite.returncode == 0, suite.stderr
-    rows = {line.split("│")[1].strip(): line for line in suite.stdout.splitlines() if line.startswith("│")}
-    # 3 of 6 layers, 128 + 2 * 64 values, 1 bit and an 8-bit scale per 16; then 6 layers with whole codes.
-    assert f" {3 * 256 * (1 + 8 / 16) / 8:.0f} " in rows["trace"]
-    assert f" {6 * 256 * (4 + 8 / 16) / 8:.0f} " in rows["trace_full"]
+    # 6 layers of 128 + 2 * 64 values with whole codes; 3 of them, 1 bit; and an 8-bit scale per 16 values.
+    assert f"{6 * 256 * (4 + 8 / 16) / 8:.0f} B / {3 * 256 * (1 + 8 / 16) / 8:.0f} B" in suite.stdout
 
 
 def test_method_of_the_wrong_kind_is_a_user_error(repository: Path) -> None:

@@ -247,7 +247,7 @@ def plan(
     if model is not None:
         plan.run_model(model)
     else:
-        plan.run(*load(str(config), RESULTS, None))
+        plan.run(load(config, RESULTS, None)[0])
 
 
 @app.command()
