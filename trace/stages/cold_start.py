@@ -31,6 +31,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from trace_rl.config.base import digest_of
 from trace_rl.config.checkpoint import ColdStart
 from trace_rl.config.experiment import DataConfig, ExperimentConfig
+from trace_rl.config.stages import code_digest
 from trace_rl.errors import UserError
 from trace_rl.models.families import cast_parameters
 from trace_rl.models.miniature import build_model, miniature_config, sample_responses, save_checkpoint
@@ -46,7 +47,7 @@ FINAL_LR_SHARE = 0.1
 LENGTH_STEP = 4  # sequences are padded to a multiple of it: few shapes for oneDNN, little padding
 WINDOW_STEPS = 16  # batches are cut from a window of this many steps sorted by length
 LOSS_DECAY = 0.98
-VALIDATE_BELOW_LOSS = 0.25  # a policy above it finishes next to no chain: sampling would be wasted time
+VALIDATE_BELOW_LOSS = 0.12  # a policy above it finishes next to no chain: sampling would be wasted time
 VALIDATION_SEED = 20_26
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,14 @@ def run(config: ExperimentConfig, out_dir: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint.source is {recipe.source!r}; this stage trains source cold_start")
     if data.source != "generated":
         raise UserError(f"data.source is {data.source!r}; a cold start trains on source generated")
-    digest = digest_of({"recipe": recipe.model_dump(mode="json"), "data": data.model_dump(mode="json")})
+    # Settings and code: a finished or half-done run of an older recipe is not continued.
+    digest = digest_of(
+        {
+            "recipe": recipe.model_dump(mode="json"),
+            "data": data.model_dump(mode="json"),
+            "code": code_digest("cold_start"),
+        }
+    )
     summary_path = out_dir / "cold_start.json"
     if summary_path.is_file():
         summary = json.loads(summary_path.read_text())

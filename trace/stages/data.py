@@ -1,6 +1,6 @@
 """Stage `data`: write the problems of every split as JSON lines, with a manifest.
 
-`<out_dir>/{train,validation,rl,mini_math,mini_math_long,mini_code}.jsonl`; lm-eval reads the evaluation files,
+`<out_dir>/{sft,validation,rl,mini_math,mini_math_long,mini_code}.jsonl`; lm-eval reads the evaluation files,
 RL reads `rl.jsonl`. The rows depend on the data section alone, so the cold start, which generates its training rows
 itself, sees exactly these splits.
 """
@@ -17,7 +17,7 @@ from trace_rl.tasks.dataset import build_splits
 from trace_rl.tasks.problem import write_jsonl
 
 FILE_OF_SPLIT = {
-    "train": "train", "validation": "validation", "rl": "rl",
+    "train": "sft", "validation": "validation", "rl": "rl",
     "eval_math": "mini_math", "eval_math_long": "mini_math_long", "eval_code": "mini_code",
 }
 
