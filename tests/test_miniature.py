@@ -15,15 +15,28 @@ from trace_rl.models.tokenizer import ALPHABET, build_tokenizer, encode_example
 from trace_rl.stages import cold_start
 
 SHAPE = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 
 
 def smoke(**recipe) -> ExperimentConfig:
     defaults = {
-        "source": "cold_start", "model": SHAPE, "threads": 1, "steps": 6, "batch_size": 8, "warmup_steps": 2,
-        "checkpoint_every": 2, "validate_every": 3, "validation_problems": 8,
+        "source": "cold_start",
+        "model": SHAPE,
+        "threads": 1,
+        "steps": 6,
+        "batch_size": 8,
+        "warmup_steps": 2,
+        "checkpoint_every": 2,
+        "validate_every": 3,
+        "validation_problems": 8,
     }
     return ExperimentConfig.model_validate(
         {

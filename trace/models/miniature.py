@@ -75,7 +75,9 @@ def miniature_config(
 ) -> Qwen3MoeConfig:
     """The Qwen3-MoE configuration; its vocabulary is the tokenizer's."""
     for name, size in (
-        ("hidden_size", hidden_size), ("head_dim", head_dim), ("moe_intermediate_size", moe_intermediate_size)
+        ("hidden_size", hidden_size),
+        ("head_dim", head_dim),
+        ("moe_intermediate_size", moe_intermediate_size),
     ):
         if size % 16:
             raise UserError(f"{name} is {size}: every FP4 dimension must be a multiple of the block size 16")
@@ -132,14 +134,19 @@ def save_checkpoint(
     state: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Write an ordinary BF16 checkpoint directory: config.json, model.safetensors, tokenizer, generation_config.json."""
+    """Write an ordinary BF16 checkpoint directory: configuration, safetensors weights, tokenizer, generation defaults."""
     directory.mkdir(parents=True, exist_ok=True)
     config = Qwen3MoeConfig(**{key: value for key, value in config.to_dict().items() if key != "model_type"})
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in state.items()})
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
     )
     model.save_pretrained(directory, safe_serialization=True)
     tokenizer.save_pretrained(directory)
@@ -171,10 +178,18 @@ def sample_responses(
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache, done, columns = DynamicCache(config=config), torch.zeros(len(prompts), dtype=torch.bool), []
     for _ in range(max_new_tokens):
-        logits = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1].float()
+        logits = (
+            model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            .logits[:, -1]
+            .float()
+        )
         if temperature == 0.0:
             token = logits.argmax(-1)
         else:

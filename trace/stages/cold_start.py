@@ -6,7 +6,8 @@ are validated often (sampled responses at temperature 1, judged by the task's ve
 nearest to `target_accuracy` win; training stops once the target is passed.
 
 Numerics: forward and backward in BF16, FP32 master weights, AdamW with linear warm-up and cosine decay, next-token
-loss on response tokens only, plus the load-balancing loss of Switch Transformers (arXiv 2101.03961) so that no expert stays idle.
+loss on response tokens only, plus the load-balancing loss of Switch Transformers (arXiv 2101.03961) so that no expert
+stays idle.
 
 Resume: the batch of a step is a function of (seed, step), so the state is master weights, optimizer moments, step and
 the best candidate. It lies in a directory beside the output, which a workflow manager does not delete. A killed run
@@ -139,7 +140,10 @@ class _Trainer:
                 self.step, peak=recipe.learning_rate, warmup=recipe.warmup_steps, total=recipe.steps
             )
         ids, mask, targets = make_batch(
-            self.train_rows, seed=recipe.seed, step=self.step, batch_size=recipe.batch_size,
+            self.train_rows,
+            seed=recipe.seed,
+            step=self.step,
+            batch_size=recipe.batch_size,
             pad=self.model_config.pad_token_id,
         )
         output = self.model.model(input_ids=ids, attention_mask=mask, output_router_logits=True)
@@ -166,8 +170,12 @@ class _Trainer:
     def _validate(self) -> None:
         """Success rates at temperature 1; keeps the weights when they are the nearest to the target so far."""
         accuracy = success_rates(
-            self.model, tokenizer=self.tokenizer, problems=self.validation, temperature=1.0,
-            max_new_tokens=self.max_new_tokens, seed=VALIDATION_SEED,
+            self.model,
+            tokenizer=self.tokenizer,
+            problems=self.validation,
+            temperature=1.0,
+            max_new_tokens=self.max_new_tokens,
+            seed=VALIDATION_SEED,
         )
         mean = sum(accuracy.values()) / len(accuracy)
         distance = abs(mean - self.recipe.target_accuracy)
@@ -183,8 +191,14 @@ class _Trainer:
     def _save_state(self) -> None:
         temporary = self.state_dir / "state.pt.tmp"
         state = {
-            "digest": self.digest, "step": self.step, "cpu_s": self.cpu_s, "loss": self.loss, "history": self.history,
-            "best": self.best, "master": [p.detach() for p in self.master], "optimizer": self.optimizer.state_dict(),
+            "digest": self.digest,
+            "step": self.step,
+            "cpu_s": self.cpu_s,
+            "loss": self.loss,
+            "history": self.history,
+            "best": self.best,
+            "master": [p.detach() for p in self.master],
+            "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
         torch.save(state, temporary)
@@ -210,9 +224,14 @@ class _Trainer:
     def _finish(self) -> dict[str, Any]:
         """Write the chosen weights as a checkpoint directory, complete or not at all."""
         summary = {
-            "digest": self.digest, "steps": self.step, "chosen_step": self.best["step"],
-            "accuracy": self.best["accuracy"], "cpu_s": self.cpu_s, "threads": self.recipe.threads,
-            "validation_problems": len(self.validation), "history": self.history,
+            "digest": self.digest,
+            "steps": self.step,
+            "chosen_step": self.best["step"],
+            "accuracy": self.best["accuracy"],
+            "cpu_s": self.cpu_s,
+            "threads": self.recipe.threads,
+            "validation_problems": len(self.validation),
+            "history": self.history,
         }
         temporary = self.out_dir.with_name(self.out_dir.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -279,9 +298,7 @@ def success_rates(
     return {kind: sum(values) / len(values) for kind, values in sorted(rewards.items())}
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, *, problems: list[Problem]
-) -> dict[str, list[tuple[list[int], int]]]:
+def _encode(tokenizer: PreTrainedTokenizerFast, *, problems: list[Problem]) -> dict[str, list[tuple[list[int], int]]]:
     """(token ids, prompt length) of every training row, by kind."""
     rows: dict[str, list[tuple[list[int], int]]] = {}
     for problem in problems:

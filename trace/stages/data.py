@@ -17,8 +17,12 @@ from trace_rl.tasks.dataset import build_splits
 from trace_rl.tasks.problem import write_jsonl
 
 FILE_OF_SPLIT = {
-    "train": "sft", "validation": "validation", "rl": "rl",
-    "eval_math": "mini_math", "eval_math_long": "mini_math_long", "eval_code": "mini_code",
+    "train": "sft",
+    "validation": "validation",
+    "rl": "rl",
+    "eval_math": "mini_math",
+    "eval_math_long": "mini_math_long",
+    "eval_code": "mini_code",
 }
 
 
@@ -37,7 +41,9 @@ def run(config: DataConfig, out_dir: Path) -> dict[str, Any]:
         write_jsonl(path, problems=splits[split])
         kinds = sorted({problem.kind for problem in splits[split]})
         files[path.name] = {
-            "rows": len(splits[split]), "kinds": kinds, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()
+            "rows": len(splits[split]),
+            "kinds": kinds,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
     manifest = {"digest": config.digest(), "files": files}
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")

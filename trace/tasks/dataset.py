@@ -37,13 +37,12 @@ def build_splits(
     """Problems by split name: eval_math, eval_math_long, eval_code, rl, validation, train.
 
     operands: numbers in a chain of the rl, validation and evaluation splits; training chains are of this length or,
-    one in four, shorter, and half of them stay among small numbers. long_operands: numbers in a chain of `eval_math_long`. eval_problems: rows of each
-    evaluation split. A code split larger than its family is cut to what exists, with a warning.
+    one in four, shorter, and half of them stay among small numbers. long_operands: numbers in a chain of
+    `eval_math_long`. eval_problems: rows of each evaluation split. A code split larger than its family is cut to what
+    exists, with a warning.
     """
     if long_operands <= operands:
-        raise UserError(
-            f"data.long_operands {long_operands} must exceed data.operands {operands}: it is the longer-than-trained task"
-        )
+        raise UserError(f"data.long_operands {long_operands} must exceed data.operands {operands}: longer than trained")
     seen: set[str] = set()
 
     def math(
@@ -80,7 +79,9 @@ def build_splits(
         ),
         "train": _interleave(
             math(
-                "train", train_problems - train_code, shorter + 3 * len(shorter) * (operands,) or (operands,),
+                "train",
+                train_problems - train_code,
+                shorter + 3 * len(shorter) * (operands,) or (operands,),
                 TRAINING_VALUES,
             ),
             programs("train", train_code),
@@ -113,6 +114,9 @@ def _draw(make: Callable[[], Problem], *, count: int, seen: set[str], name: str)
 
 def _interleave(first: list[Problem], second: list[Problem]) -> list[Problem]:
     """Alternate two lists, spreading the shorter one evenly, so that any window holds both kinds."""
-    keyed = [((index + 0.5) / len(rows), kind, row) for kind, rows in enumerate((first, second)) for index, row in
-             enumerate(rows)]
+    keyed = [
+        ((index + 0.5) / len(rows), kind, row)
+        for kind, rows in enumerate((first, second))
+        for index, row in enumerate(rows)
+    ]
     return [row for _, _, row in sorted(keyed, key=lambda item: item[:2])]
