@@ -134,7 +134,7 @@ def save_checkpoint(
     state: dict[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Write an ordinary BF16 checkpoint directory: configuration, safetensors weights, tokenizer, generation defaults."""
+    """Write an ordinary BF16 checkpoint directory: configuration, weights, tokenizer, generation defaults."""
     directory.mkdir(parents=True, exist_ok=True)
     config = Qwen3MoeConfig(**{key: value for key, value in config.to_dict().items() if key != "model_type"})
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
