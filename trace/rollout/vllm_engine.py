@@ -12,13 +12,15 @@ is recorded or the weights empties that cache first.
 
 import json
 import os
+import random
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,16 +81,17 @@ class VllmEngine:
         self.scales = scales
         self.config = config
         self.dims = ModelDims.from_config(hf_config)
-        self.captured: list[dict[str, Tensor]] = []
-        """Capture mode: for each trajectory of the last generate(), the operands ``fc1`` [n-1, moe layers, hidden],
-        ``k`` and ``v`` [n-1, attention layers, kv heads * head dim] as the engine multiplied with them."""
+        self.captured: list[dict[tuple[int, str], Tensor]] = []
+        """Capture mode: for each trajectory of the last generate(), the BF16 operands [n-1, cols] by layer and tensor
+        (``fc1``, ``k``, ``v``) as the engine multiplied with them."""
         self._capture = capture
         self._policy_version = 0
         self._eos_ids = _eos_ids(checkpoint_dir, hf_config)
         self._recording: tuple[GuidanceSpec | None, bool] | None = None
         """What the blocks in the prefix cache were recorded with; None: not at all."""
         self._num_requests = 0
-        self._engine = self._open(checkpoint_dir, hf_config)
+        with _isolated():
+            self._engine = self._open(checkpoint_dir, hf_config)
         self._engine.collective_rpc("trace_prepare", kwargs={"top_k": self.dims.top_k, "capture": capture})
 
     def _open(self, checkpoint_dir: Path, hf_config: dict[str, Any]) -> "LLMEngine":
@@ -130,7 +133,7 @@ class VllmEngine:
         self._engine.collective_rpc("trace_begin")
         start = time.perf_counter()
         samples = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
-        with _eager():
+        with _isolated(), self._aborting():
             request_ids = [
                 self._add(prompts[p], seed=sample_seed(sampling.seed, p, s), sampling=sampling) for p, s in samples
             ]
@@ -143,7 +146,7 @@ class VllmEngine:
             self._trajectory(output, row, prompt_index=p, sample_index=s)
             for (p, s), output, row in zip(samples, outputs, gathered, strict=True)
         ]
-        self.captured = gathered if self._capture else []
+        self.captured = [self._operands(row) for row in gathered] if self._capture else []
         return RolloutBatch(
             trajectories=trajectories,
             recording=recording,
@@ -186,11 +189,16 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        with _eager():
+        with _isolated(), self._aborting():
             request_ids = [self._submit(sequence, params) for sequence in token_ids]
             finished = self._run()
         self._engine.collective_rpc("trace_score_temperature", args=(None,))
         return [_prompt_logprobs(finished[external]) for external, _ in request_ids]
+
+    def resident_weights(self) -> list[tuple[str, Tensor]]:
+        """Every parameter the engine multiplies with, under vLLM's names and by reference: for the scope audit."""
+        (weights,) = self._engine.collective_rpc("trace_resident_weights")
+        return weights
 
     def close(self) -> None:
         """Release the model and the KV cache; another engine may be opened afterwards."""
@@ -253,6 +261,22 @@ class VllmEngine:
             for output in self._engine.step():
                 finished[output.request_id] = output
         return finished
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Abort what is queued if the block is interrupted, so that the engine stays usable."""
+        first = self._num_requests + 1
+        try:
+            yield
+        except BaseException:
+            self._engine.abort_request([str(i) for i in range(first, self._num_requests + 1)])
+            raise
+
+    def _operands(self, rows: dict[str, Tensor]) -> dict[tuple[int, str], Tensor]:
+        layers = {"fc1": self.dims.moe_layers, "k": self.dims.attention_layers, "v": self.dims.attention_layers}
+        return {
+            (layer, tensor): rows[tensor][:, index] for tensor, ids in layers.items() for index, layer in enumerate(ids)
+        }
 
     def _trajectory(
         self, output: "RequestOutput", rows: dict[str, Tensor], *, prompt_index: int, sample_index: int
@@ -317,9 +341,18 @@ def _eos_ids(checkpoint_dir: Path, hf_config: dict[str, Any]) -> list[int]:
     return list(ids) if isinstance(ids, list) else [ids]
 
 
-def _eager() -> AbstractContextManager:
-    """vLLM compiles two helpers of its sampler at first use: 15 s per process for nothing at CPU batch sizes."""
-    return torch.compiler.set_stance("force_eager")
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Run vLLM without effect on the process's random state, which is the trainer's, and without compiling.
+
+    vLLM seeds the global generators at start and draws from them at every step. It compiles two helpers of its sampler
+    at first use: 15 s per process for nothing at CPU batch sizes.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 def _prompt_logprobs(output: "RequestOutput") -> Tensor:

@@ -79,6 +79,10 @@ class TraceWorkerMixin:
         """New weights in place."""
         self.model_runner.get_model().trace_weights.refit(tensors)
 
+    def trace_resident_weights(self) -> list[tuple[str, Tensor]]:
+        """Every parameter as the model holds it, by reference."""
+        return [(name, parameter.data) for name, parameter in self.model_runner.get_model().named_parameters()]
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> object:
         """One step; first gather the requests that finished in the last one."""
         if scheduler_output.finished_req_ids:
