@@ -75,6 +75,8 @@ def test_python_versions_agree(repository: Path, project: dict) -> None:
     environment = yaml.safe_load((repository / "environment.yml").read_text())
     assert "python=3.11" in environment["dependencies"]
     assert not [item for item in environment["dependencies"] if isinstance(item, dict)]  # no pip section
+    rules = yaml.safe_load((repository / "workflow/envs/trace.yaml").read_text())
+    assert "python =3.11" in rules["dependencies"]
     assert project["project"]["requires-python"] == ">=3.11,<3.14"
     assert "(3, 11) <= sys.version_info[:2] < (3, 14)" in (repository / "requirements/install.sh").read_text()
     assert project["tool"]["ruff"]["target-version"] == "py311"

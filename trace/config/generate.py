@@ -149,6 +149,7 @@ def _values(field: FieldInfo) -> str:
         choices = ", ".join(f"`{value}`" for value in get_args(inner))
         text = f"list of {choices}" if get_origin(inner) is Literal else f"list of {inner.__name__}"
     else:
+        assert isinstance(annotation, type), annotation
         text = annotation.__name__
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "multiple_of": "multiple of"}
     bounds = [
