@@ -18,10 +18,10 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,5})"
 _CHAIN = re.compile(rf"{_NUMBER}[+-]{_NUMBER}={_NUMBER}(?:;{_NUMBER}[+-]{_NUMBER}={_NUMBER})*", re.ASCII)
 
 
-def make_math(rng: random.Random, *, num_ops: int, max_operand: int = 99, max_value: int | None = None) -> Problem:
-    """Draw one chain of `num_ops` operations: operands in 1..`max_operand`, running values in 0..`max_value`."""
-    limit = max(99, max_operand) if max_value is None else max_value
-    value = rng.randint(1, min(max_operand, limit))
+def make_math(rng: random.Random, *, num_ops: int, max_operand: int = 99) -> Problem:
+    """Draw one chain of `num_ops` operations with operands in 1..`max_operand`."""
+    limit = max(99, max_operand)
+    value = rng.randint(1, max_operand)
     prompt, steps = str(value), []
     for _ in range(num_ops):
         # A sign that leaves no room for an operand of at least 1 is not offered.

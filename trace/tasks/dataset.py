@@ -16,9 +16,6 @@ from trace_rl.tasks.problem import Problem, check_problems
 from trace_rl.tasks.programs import all_code_problems, split_of_function, verify_code
 
 VALIDATION_PER_KIND = 256
-# Running values of training chains; None is the full range. Sums that fit one digit are learnt at once, because either
-# operand alone says something about the result; digits modulo ten alone are a long plateau.
-TRAINING_VALUES = (9, 19, None, None)
 
 _log = logging.getLogger(__name__)
 
@@ -37,22 +34,18 @@ def build_splits(
     """Problems by split name: eval_math, eval_math_long, eval_code, rl, validation, train.
 
     operands: numbers in a chain of the rl, validation and evaluation splits; training chains are of this length or,
-    one in four, shorter, and half of them stay among small numbers. long_operands: numbers in a chain of
-    `eval_math_long`. eval_problems: rows of each evaluation split. A code split larger than its family is cut to what
-    exists, with a warning.
+    one in four, shorter. long_operands: numbers in a chain of `eval_math_long`. eval_problems: rows of each evaluation
+    split. A code split larger than its family is cut to what exists, with a warning.
     """
     if long_operands <= operands:
         raise UserError(f"data.long_operands {long_operands} must exceed data.operands {operands}: longer than trained")
     seen: set[str] = set()
 
-    def math(
-        name: str, count: int, lengths: tuple[int, ...], values: tuple[int | None, ...] = (None,)
-    ) -> list[Problem]:
+    def math(name: str, count: int, lengths: tuple[int, ...]) -> list[Problem]:
         rng = random.Random(f"{seed}/{name}")
 
         def make() -> Problem:
-            num_ops, max_value = rng.choice(lengths) - 1, rng.choice(values)
-            return make_math(rng, num_ops=num_ops, max_operand=max_operand, max_value=max_value)
+            return make_math(rng, num_ops=rng.choice(lengths) - 1, max_operand=max_operand)
 
         return _draw(make, count=count, seen=seen, name=name)
 
@@ -78,12 +71,7 @@ def build_splits(
             math("validation", VALIDATION_PER_KIND, (operands,)), programs("validation", VALIDATION_PER_KIND)
         ),
         "train": _interleave(
-            math(
-                "train",
-                train_problems - train_code,
-                shorter + 3 * len(shorter) * (operands,) or (operands,),
-                TRAINING_VALUES,
-            ),
+            math("train", train_problems - train_code, shorter + 3 * len(shorter) * (operands,) or (operands,)),
             programs("train", train_code),
         ),
     }
