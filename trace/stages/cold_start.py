@@ -17,6 +17,7 @@ that continues is bit-identical to an uninterrupted one (same machine and thread
 import json
 import logging
 import math
+import os
 import random
 import shutil
 import time
@@ -34,6 +35,7 @@ from trace_rl.config.checkpoint import ColdStart
 from trace_rl.config.experiment import DataConfig, ExperimentConfig
 from trace_rl.config.stages import code_digest
 from trace_rl.errors import UserError
+from trace_rl.models.checkpoint_io import replaced_directory, write_json
 from trace_rl.models.families import cast_parameters
 from trace_rl.models.miniature import build_model, miniature_config, sample_responses, save_checkpoint
 from trace_rl.models.tokenizer import build_tokenizer, encode_example
@@ -50,6 +52,7 @@ WINDOW_STEPS = 16  # batches are cut from a window of this many steps sorted by 
 LOSS_DECAY = 0.98
 VALIDATE_BELOW_LOSS = 0.12  # a policy above it finishes next to no chain: sampling would be wasted time
 VALIDATION_SEED = 20_26
+SUMMARY = "cold_start.json"
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ def run(config: ExperimentConfig, out_dir: Path) -> dict[str, Any]:
             "code": code_digest("cold_start"),
         }
     )
-    summary_path = out_dir / "cold_start.json"
+    summary_path = out_dir / SUMMARY
     if summary_path.is_file():
         summary = json.loads(summary_path.read_text())
         if summary["digest"] == digest:
@@ -201,7 +204,10 @@ class _Trainer:
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, temporary)
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self.state_dir / "state.pt")
 
     def _load_state(self) -> None:
@@ -233,12 +239,9 @@ class _Trainer:
             "validation_problems": len(self.validation),
             "history": self.history,
         }
-        temporary = self.out_dir.with_name(self.out_dir.name + ".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        save_checkpoint(temporary, config=self.model_config, state=self.best["weights"], tokenizer=self.tokenizer)
-        (temporary / "cold_start.json").write_text(json.dumps(summary, indent=1) + "\n")
-        shutil.rmtree(self.out_dir, ignore_errors=True)
-        temporary.replace(self.out_dir)
+        with replaced_directory(self.out_dir) as target:
+            save_checkpoint(target, config=self.model_config, state=self.best["weights"], tokenizer=self.tokenizer)
+            write_json(target / SUMMARY, summary)
         shutil.rmtree(self.state_dir)
         return summary
 

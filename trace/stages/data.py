@@ -2,7 +2,7 @@
 
 `<out_dir>/{sft,validation,rl,mini_math,mini_math_long,mini_code}.jsonl`; lm-eval reads the evaluation files,
 RL reads `rl.jsonl`. The rows depend on the data section alone, so the cold start, which generates its training rows
-itself, sees exactly these splits.
+itself, sees exactly these splits. Nothing here imports PyTorch, so an edit of the model code rewrites no data.
 """
 
 import hashlib
@@ -32,17 +32,16 @@ def run(config: DataConfig, out_dir: Path) -> dict[str, Any]:
         raise UserError(f"data.source is {config.source!r}; this stage writes source generated")
     out_dir = Path(out_dir)
     splits = build_splits(**config.model_dump(exclude={"source"}))
-    temporary = out_dir.with_name(out_dir.name + ".tmp")
+    temporary = out_dir.with_name(f".{out_dir.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     files = {}
     for split, stem in FILE_OF_SPLIT.items():
         path = temporary / f"{stem}.jsonl"
         write_jsonl(path, problems=splits[split])
-        kinds = sorted({problem.kind for problem in splits[split]})
         files[path.name] = {
             "rows": len(splits[split]),
-            "kinds": kinds,
+            "kinds": sorted({problem.kind for problem in splits[split]}),
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
     manifest = {"digest": config.digest(), "files": files}

@@ -4,6 +4,7 @@ Rows are stored one per line as JSON (`data/*.jsonl`), so that every stage and l
 """
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ def write_jsonl(path: Path, *, problems: Iterable[Problem]) -> None:
     with temporary.open("w", encoding="utf-8") as stream:
         for problem in problems:
             stream.write(json.dumps(asdict(problem), separators=(",", ":")) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
     temporary.replace(path)
 
 
