@@ -35,7 +35,7 @@ def diagnose(trainer: Trainer) -> dict[str, float]:
         record_experts=trainer.method.router_replay == "r3",
     )
     batch = pack(rollout.trajectories, pad_id=trainer.pad_id)
-    layout = None if recording is None else RecordLayout.build(recording, trainer.engine.dims)
+    layout = None if recording is None else trainer.record_layout(recording)
     reference = None if layout is None else (batch.record, layout)
     modes: dict[str, Mode] = {"off": "off", "own": trainer.mode}
     if trainer.engine.quant.enabled:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.method import RlMethod
 from trace_rl.config.training import TrainingConfig
 from trace_rl.guidance.record import RecordLayout
@@ -108,7 +109,7 @@ class Trainer:
         self.reward = reward
         self.pad_id = pad_id
         self.seed = seed
-        self.layout = None if method.guidance is None else RecordLayout.build(method.guidance, engine.dims)
+        self.layout = None if method.guidance is None else self.record_layout(method.guidance)
         self.mode: Mode = "guided" if method.guidance else "rtn" if method.trainer.enabled else "off"
         self.optimizer = MasterAdamW(
             model,
@@ -122,6 +123,10 @@ class Trainer:
         self.step_index = 0
         self.newest_batch: QueuedBatch | None = None
         """The newest rollout, for sample tables."""
+
+    def record_layout(self, spec: GuidanceSpec) -> RecordLayout:
+        """How this engine records ``spec``: the layout depends on the format's block."""
+        return RecordLayout.build(spec, self.engine.dims, block_size=self.qat.fmt.block_size)
 
     # One step ---------------------------------------------------------------------------------------------------
 
