@@ -198,6 +198,8 @@ def test_collapse_is_the_stated_rule():
                 "gap_p99": 0.2,
                 "gap_max": 0.3,
                 "tokens_per_s": 1.0,
+                "quantize_s/activations": 0.1,
+                "quantize_s/weights": 0.1,
                 "seconds/step": 1.0,
             }
             for i, r in enumerate(rewards)

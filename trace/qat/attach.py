@@ -12,6 +12,7 @@ writing through ``.data``, which bypasses the counter.
 Activations and K, V: static encode scales per layer. Every matmul operand is ``xhat.to(bfloat16)``, as in the rollout.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,6 +53,9 @@ class Qat:
         self.fmt = formats.get(quant.format)
         self.replayed_fraction = 1.0
         """Replayed (valid position, MoE layer) pairs of the last forward with expert ids; must be 1.0."""
+        self.seconds = {"activations": 0.0, "weights": 0.0}
+        """Wall seconds spent quantizing since the handle was made, K and V among the activations (CPU: kernels of an
+        accelerator run after the clock has stopped)."""
         self._state: ForwardState | None = None
         self._weights: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
 
@@ -123,7 +127,7 @@ class Qat:
                 self._nearest(x, state=state, layer=layer, tensor=tensor, scale=self.scales.get(tensor, layer))
             return x
         scale = self.encode_scale(layer=layer, tensor=tensor)
-        with torch.no_grad():
+        with self._timed("activations"), torch.no_grad():
             field = state.layout.field(layer, tensor) if state.mode == "guided" else None
             if field is not None:
                 xhat = self._guided(x, state=state, layer=layer, tensor=tensor, scale=scale)
@@ -140,10 +144,16 @@ class Qat:
         key = (gate_up._version, down._version, gate_up.data_ptr())
         cached = self._weights.get(experts.trace_layer)
         if cached is None or cached[0] != key:
-            with torch.no_grad():
+            with self._timed("weights"), torch.no_grad():
                 cached = (key, self.fake_quant_weight(gate_up), self.fake_quant_weight(down))
             self._weights[experts.trace_layer] = cached
         return straight_through(gate_up, cached[1]), straight_through(down, cached[2])
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
 
     def fake_quant_weight(self, weight_ERC: Tensor) -> Tensor:
         """Expert matrices rounded to the format, one encode scale per expert, in the weight's dtype."""

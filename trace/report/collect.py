@@ -27,6 +27,7 @@ TRAIN_KEYS = (
     "adjacent_share",
     "guidance_bytes_per_token",
     "step_s",
+    "quantize_s",
     "tokens_per_s",
     "reward_start",
     "reward_end",

@@ -268,13 +268,33 @@ def time_section(summary: dict[str, Any], bench: dict[str, Any], seconds: dict[s
         blocks.append(
             Figure("step_time", svg, "Median seconds per step by phase. Two runs share the machine side by side.")
         )
-    blocks.append(bench_table(bench))
+    blocks += [quantization_table(summary), bench_table(bench)]
     if seconds:
         rows = tuple((rule, f"{value:.0f}") for rule, value in sorted(seconds.items(), key=lambda item: -item[1]))
         blocks.append(
             Table(("rule", "wall seconds"), rows, "From the workflow's benchmark files; runs go side by side.")
         )
     return Section("Time", blocks)
+
+
+def quantization_table(summary: dict[str, Any]) -> Table:
+    """How much of a training step goes into rounding."""
+    rows = []
+    for name in summary["methods"]:
+        activations, weights, step = (
+            seed_mean(summary, name, *keys)
+            for keys in (("quantize_s", "activations"), ("quantize_s", "weights"), ("step_s", "step"))
+        )
+        if step is not None:
+            share = 100 * (activations + weights) / step
+            rows.append(
+                (name, f"{1000 * activations:.0f}", f"{1000 * weights:.0f}", f"{1000 * step:.0f}", f"{share:.1f}")
+            )
+    return Table(
+        ("method", "activations and KV, ms", "weights, ms", "whole step, ms", "share of the step (%)"),
+        tuple(rows),
+        "Fake quantization in the trainer's forward, guided or not; medians over steps.",
+    )
 
 
 def bench_table(bench: dict[str, Any]) -> Table:

@@ -38,6 +38,9 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
         "step_s": {
             key.removeprefix("seconds/"): statistics.median(row[key] for row in rows if key in row) for key in phases
         },
+        "quantize_s": {
+            part: statistics.median(row[f"quantize_s/{part}"] for row in rows) for part in ("activations", "weights")
+        },
         "diagnostics": {key: mean_of(rows, key) for key in diagnostics},
         "collapsed": end < COLLAPSE_RATIO * start,
     }

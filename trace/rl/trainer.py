@@ -145,9 +145,12 @@ class Trainer:
         reward = torch.tensor(rewards)
         metrics |= describe_rollout(trajectories, rewards=reward, groups=groups)
         advantages = group_advantages(reward, groups, std=self.training.advantage_std)
+        before = dict(self.qat.seconds)
         metrics |= self.update(
             StepInput(trajectories=trajectories, rewards=reward, advantages=advantages, groups=groups), watch=watch
         )
+        # Part of the training forward, so not a phase of its own.
+        metrics |= {f"quantize_s/{part}": self.qat.seconds[part] - before[part] for part in before}
         self.step_index += 1
         with watch.phase("refit"):
             self.engine.load_policy(self.policy_tensors(), self.step_index)
