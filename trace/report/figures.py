@@ -12,8 +12,8 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("svg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
-from matplotlib.axes import Axes  # noqa: E402
+from matplotlib import pyplot as plt  # the backend must be chosen first
+from matplotlib.axes import Axes
 
 COLOURS = {
     "bf16": "#444444",

@@ -22,7 +22,8 @@ Methods = dict[str, RlMethod | PtqMethod]
 CHOICES = (
     (
         "Guided tensors",
-        "FC1 input (one vector per token and layer, before dispatch) and K, V; FC2 input is rounded to nearest on both sides",
+        "FC1 input (one vector per token and layer, before dispatch) and K, V; FC2 input is rounded to nearest on both "
+        "sides",
     ),
     ("Encode scales of activations and KV", "static per layer, from calibration"),
     ("Tie between bracket members under full guidance", "the round-to-nearest choice"),
@@ -81,9 +82,9 @@ def lead(summary: dict[str, Any], tested: list[Claim]) -> list[str]:
     if collapsed:
         paragraphs.append("Collapsed runs, shown like all others: " + ", ".join(collapsed) + ".")
     paragraphs.append(
-        "A small mixture-of-experts policy is trained by RL with FP4 rollouts. FP4 is emulated: values are rounded to FP4 "
-        "bit for bit and multiplied in BF16, so accuracy, gaps and bytes carry over and speed does not. Every method has "
-        "the same budget, starting policy and hyperparameters."
+        "A small mixture-of-experts policy is trained by RL with FP4 rollouts. FP4 is emulated: values are rounded to "
+        "FP4 bit for bit and multiplied in BF16, so accuracy, gaps and bytes carry over and speed does not. Every method "
+        "has the same budget, starting policy and hyperparameters."
     )
     return paragraphs
 
@@ -91,8 +92,8 @@ def lead(summary: dict[str, Any], tested: list[Claim]) -> list[str]:
 def claims_section(tested: list[Claim]) -> Section:
     rows = tuple((c.statement, c.paper, c.here, c.verdict) for c in tested)
     note = (
-        "The paper's numbers are for Qwen3.5-35B-A3B on LiveCodeBench v6, AIME24, AIME25 and HMMT25; here the mean over "
-        "this run's tasks stands in their place. Directions compare, values do not."
+        "The paper's numbers are for Qwen3.5-35B-A3B on LiveCodeBench v6, AIME24, AIME25 and HMMT25; here the mean "
+        "over this run's tasks stands in their place. Directions compare, values do not."
     )
     return Section("Paper beside here", [note, Table(("claim", "paper", "here", "same direction?"), rows)])
 
@@ -162,8 +163,8 @@ def learning_section(summary: dict[str, Any], runs: figures.Runs) -> Section:
             Table(
                 ("method", "seed", "steps", "reward, first", "reward, last", "gain", "collapsed"),
                 tuple(rows),
-                f"Reward at the sampling temperature, averaged over the first and last {window} steps. Collapsed: the last "
-                "below half of the first.",
+                f"Reward at the sampling temperature, averaged over the first and last {window} steps. Collapsed: the "
+                "last below half of the first.",
             ),
             Figure("reward", figures.curve(runs, "reward", label="reward"), "Reward; moving average over raw values."),
             Figure(
@@ -213,9 +214,9 @@ def mismatch_section(summary: dict[str, Any], runs: figures.Runs) -> Section:
         "router disagreement (%)",
     )
     blocks: list[str | Table | Figure] = [
-        "Gap is |log pi_train - log pi_rollout| on the sampled tokens of every step. Codewords are compared on diagnostic "
-        "batches with whole codes of all layers recorded: once with the trainer rounding to nearest, once as the method "
-        "rounds. Router disagreement is counted before replay.",
+        "Gap is |log pi_train - log pi_rollout| on the sampled tokens of every step. Codewords are compared on "
+        "diagnostic batches with whole codes of all layers recorded: once with the trainer rounding to nearest, once as "
+        "the method rounds. Router disagreement is counted before replay.",
         Table(header, tuple(rows)),
         Figure("gap", figures.curve(runs, "gap_mean", label="mean |Δ log p|", log=True), "Train-rollout gap by step."),
     ]
@@ -335,9 +336,11 @@ def gates_section(artifacts: dict[str, dict[str, Any]]) -> Section:
             Table(
                 ("when", "forward", "gap mean", "threshold", "verdict"),
                 rows,
-                "Parity of trainer and engine on the same tokens, before the first update and after one update and refit.",
+                "Parity of trainer and engine on the same tokens, before the first update and after one update and "
+                "refit.",
             ),
-            f"Scope audit: {audit['num_checked']} parameters and KV tensors compared, {len(audit['differences'])} differ.",
+            f"Scope audit: {audit['num_checked']} parameters and KV tensors compared, "
+            f"{len(audit['differences'])} differ.",
             f"Calibration: {calibration['num_tokens']} tokens; idle experts: {calibration['num_idle_experts']}.",
             format_error_table(calibration),
         ],
