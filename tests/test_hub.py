@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 from huggingface_hub import constants, snapshot_download
 
-from tests.hub_server import HubServer
 from trace_rl.config.checkpoint import HubCheckpoint
 from trace_rl.errors import UserError
 from trace_rl.models import hub

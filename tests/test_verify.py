@@ -111,7 +111,7 @@ def test_where_nothing_is_installed_only_expressions_are_judged(monkeypatch: pyt
     assert verify_program("def solution(x): return x+1", tests=[{"input": 1, "expected": 2}]).passed
     with pytest.raises(UserError, match="Install bubblewrap"):
         verify_program("import math\ndef solution(x): return x+1", tests=[{"input": 1, "expected": 2}])
-    with pytest.raises(SandboxUnavailableError, match="bubblewrap: not installed"):
+    with pytest.raises(SandboxUnavailableError, match="bubblewrap is not installed"):
         verify_program("def solution(x): return x", tests=[{"input": 1, "expected": 1}], backend="bubblewrap")
 
 

@@ -11,6 +11,7 @@ parser's deprecation warnings (`1if x`) and its memory use on odd input out of t
 
 import ast
 import re
+from collections.abc import Callable
 
 MAX_LENGTH = 256
 MAX_NODES = 64
@@ -18,7 +19,11 @@ MAX_EXPONENT = 16
 MAX_MAGNITUDE = 10**18
 
 _TOKENS = re.compile(r"(?:\s|//|[-+*%(),]|\d{1,19}(?![\w.])|(?:x|abs|min|max)(?!\w))*+", re.ASCII)
-_FUNCTIONS = {"abs": (abs, 1, 1), "min": (min, 2, 8), "max": (max, 2, 8)}
+_FUNCTIONS: dict[str, tuple[Callable[..., int], int, int]] = {
+    "abs": (abs, 1, 1),
+    "min": (min, 2, 8),
+    "max": (max, 2, 8),
+}
 
 
 class ExpressionError(ValueError):

@@ -103,8 +103,12 @@ class Sandbox:
         refusals = []
         for name, own_user_namespace in _variants(backend):
             self.backend: BackendName = name
-            self._command = _command(name, own_user_namespace=own_user_namespace, staging=self._staging)
-            refusal = self._start() if self._command else f"{name}: not installed"
+            command = _command(name, own_user_namespace=own_user_namespace, staging=self._staging)
+            if command is None:
+                refusals.append(f"{name} is not installed")
+                continue
+            self._command = command
+            refusal = self._start()
             if refusal is None:
                 # Only a program that answers proves that every limit and namespace inside is permitted, too.
                 probe = self.run_calls("def solution(x):\n    return x + 1", entry_point="solution", inputs=[1])
@@ -114,7 +118,9 @@ class Sandbox:
             self._stop()
             refusals.append(f"{name}: {refusal}")
         self.close()
-        raise SandboxUnavailableError(f"no sandbox is permitted on this host ({'; '.join(refusals)}). {REMEDY}")
+        raise SandboxUnavailableError(
+            f"no sandbox is permitted on this host ({'; '.join(dict.fromkeys(refusals))}). {REMEDY}"
+        )
 
     def run_calls(
         self, program_source: str, *, entry_point: str, inputs: Sequence[Any], limits: Limits | None = None
