@@ -78,8 +78,18 @@ def tree(finished: Tree, tmp_path: Path) -> Tree:
 def test_a_fresh_tree_runs_every_stage_of_the_core_suite(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     assert tree.jobs() == {
-        **{"data": 1, "checkpoint": 1, "calibrate": 1, "audit": 1, "parity": 1, "train": 5, "quantize": 1},
-        **{"evaluate_start": 1, "evaluate": 6, "bench_rollout": 1, "summary": 1, "report": 1},
+        "data": 1,
+        "checkpoint": 1,
+        "calibrate": 1,
+        "audit": 1,
+        "parity": 1,
+        "train": 5,
+        "quantize": 1,
+        "evaluate_start": 1,
+        "evaluate": 6,
+        "bench_rollout": 1,
+        "summary": 1,
+        "report": 1,
     }
 
 
@@ -144,7 +154,10 @@ def test_a_suite_of_some_methods_needs_only_their_jobs(tmp_path: Path) -> None:
     [
         ('training={"stepz":5}', "training.stepz: unknown key; remove it or correct its spelling"),
         ('training={"steps":0}', "training.steps: Input should be greater than or equal to 1"),
-        ('suite={"methods":["ptq_nvfp4"]}', "ptq_nvfp4 quantizes the policy of bf16, which is not in the suite; add it"),
+        (
+            'suite={"methods":["ptq_nvfp4"]}',
+            "ptq_nvfp4 quantizes the policy of bf16, which is not in the suite; add it",
+        ),
         ('suite={"methods":["absent"]}', "config/methods/absent.yaml: no such configuration file"),
     ],
 )

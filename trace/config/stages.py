@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "parity": (*_ROLLOUT, "parity"),
     "train": (*_ROLLOUT, "checkpoint", "data", "calibrate", "training", "suite.methods_dir"),
     "quantize": ("run", "format", "suite.methods_dir"),
-    "bench": (*_ROLLOUT, "bench"),
+    "bench": (*_ROLLOUT, "data", "bench"),
     "evaluate": (*_ROLLOUT, "evaluate", "suite.methods_dir"),
     "summary": ("run", "suite"),
     "report": ("run", "format", "suite"),
@@ -109,8 +109,12 @@ class Source:
 @cache
 def package_sources() -> dict[str, Source]:
     """Every module (by import name) and data file (by package and path) of the installed package."""
-    modules = {_module_name(file, base=base, prefix=prefix): file for file, base, prefix in _python_files()}
-    return scan(modules)
+    return scan(module_files())
+
+
+def module_files() -> dict[str, Path]:
+    """Import name -> file of every module of the installed package."""
+    return {_module_name(file, base=base, prefix=prefix): file for file, base, prefix in _python_files()}
 
 
 def scan(modules: dict[str, Path]) -> dict[str, Source]:

@@ -74,10 +74,10 @@ def base_policy(wildcards):
 
 
 def evaluated_policy(wildcards):
-    """The policy of a method: trained, or exported after training."""
+    """The policy of a method; for one that is exported after training, its base (the BF16 execution) and the export."""
     if wildcards.method in TRAINED:
         return f"{PATHS.train(wildcards.method, wildcards.seed)}/policy"
-    return PATHS.quantized(wildcards.method, wildcards.seed)
+    return [base_policy(wildcards), PATHS.quantized(wildcards.method, wildcards.seed)]
 
 
 def show_results():

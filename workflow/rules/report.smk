@@ -24,7 +24,7 @@ rule summary:
         methods=[method.model_dump_json() for method in METHODS.values()],
         code=stages.code_digest("summary"),
     shell:
-        "COLUMNS=120 trace-rl summary --config {params.config:q} > {output.table} 2> {log}"
+        "trace-rl summary --config {params.config:q} > {output.table} 2> {log}"
 
 
 rule report:

@@ -1,0 +1,147 @@
+"""Configuration: generated files in step with the types, errors that name the key, and what a stage depends on."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from trace_rl.config import generate, stages
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.load import load_experiment, load_method, load_suite, parse_experiment
+from trace_rl.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERIMENTS = sorted(file for file in (ROOT / "config").glob("**/*.yaml") if file.parent.name != "methods")
+METHODS = sorted((ROOT / "config/methods").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", sorted(generate.generated(ROOT)), ids=lambda path: path.name)
+def test_generated_files_are_in_step_with_the_types(path):
+    assert path.read_text() == generate.generated(ROOT)[path], "run `trace-rl config write`"
+
+
+def test_the_default_file_is_the_default_experiment():
+    assert load_experiment(ROOT / "config/config.yaml") == ExperimentConfig()
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_shipped_experiment_is_valid(path):
+    experiment = load_experiment(path)
+    assert load_suite(experiment, root=ROOT)
+    Draft202012Validator(generate.experiment_schema()).validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_every_shipped_method_is_valid(path):
+    load_method(path)
+    Draft202012Validator(generate.method_schema()).validate(yaml.safe_load(path.read_text()))
+
+
+def test_every_key_has_a_meaning():
+    rows = [line for line in generate.keys_table().splitlines() if line.startswith("| `")]
+    bare = [line for line in rows if line.endswith("|  |") and "source`" not in line and "kind`" not in line]
+    assert rows
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"trainig": {}}, "x.yaml: trainig: unknown key; remove it or correct its spelling"),
+        ({"checkpoint": {"source": "hub", "repo": "a/b"}}, "checkpoint.hub.revision: Field required"),
+        ({"checkpoint": {"source": "ftp"}}, "checkpoint"),
+        ({"checkpoint": {"model": {"hidden_size": 100}, "source": "cold_start"}}, "multiple of the block size 16"),
+        ({"sampling": {"max_new_tokens": 999}}, "raise max_model_len"),
+        ({"training": {"staleness": 9}}, "raise max_version_diff or lower staleness"),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_and_remedy(data, message):
+    with pytest.raises(UserError) as caught:
+        parse_experiment(data, source="x.yaml")
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("stage", stages.SECTIONS)
+def test_a_stage_gets_a_valid_experiment_that_keeps_its_settings(stage):
+    experiment = parse_experiment({"run": "r", "training": {"steps": 7}, "suite": {"seeds": [3]}}, source="x")
+    given = stages.stage_config(experiment, stage)
+    parsed = parse_experiment(json.loads(stages.canonical_json(given)), source="--config")
+    assert stages.stage_config(parsed, stage) == given
+    assert ("training" in given) == ("training" in stages.SECTIONS[stage])
+
+
+@pytest.mark.parametrize("stage", stages.SECTIONS)
+def test_a_stage_reads_only_the_settings_it_is_given(stage):
+    files = stages.module_files()
+    module = f"trace_rl.stages.{stage}"
+    own = {name for name in stages.closure(module) if name in files and not name.startswith("trace_rl.stages.")}
+    own |= {module} | ({"trace_rl.stages.cold_start"} if stage == "checkpoint" else set())
+    read = {
+        section
+        for name in own
+        for section in re.findall(r"(?<![\w.])(?:self\.|this\.)?config\.(\w+)\b(?! import)", files[name].read_text())
+        if section in ExperimentConfig.model_fields
+    }
+    given = {name.partition(".")[0] for name in stages.SECTIONS[stage]}
+    assert read <= given
+
+
+def test_a_stage_depends_on_what_it_imports_and_on_nothing_else():
+    train, report, checkpoint = (
+        stages.closure(f"trace_rl.stages.{name}") for name in ("train", "report", "checkpoint")
+    )
+    loss, figures, plugin = "trace_rl.rl.losses.grpo", "trace_rl.report.figures", "trace_rl.rollout.vllm_plugin.moe"
+    assert loss in train
+    assert plugin in train
+    assert figures in report
+    assert figures not in train
+    assert loss not in report | checkpoint
+    assert not {name for name in train | report | checkpoint if re.search(r"\.(tracking|errors|cli)$", name)}
+    assert any(name.endswith(".j2") for name in report)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package in miniature and its digests."""
+    files = {
+        "trace_rl.a": "from trace_rl.b import f\n\n\ndef main():\n    from trace_rl import lazy\n",
+        "trace_rl.b": '"""Doc."""\n\n\ndef f():\n    return 1\n',
+        "trace_rl.lazy": "PLUGIN = 'trace_rl.plugin.Worker'\nPAGE = 'page.j2'\n",
+        "trace_rl.plugin": "class Worker: ...\n",
+        "trace_rl.other": "import trace_rl.b\n",
+    }
+    (tmp_path / "page.j2").write_text("<p>")
+    (tmp_path / "unused.j2").write_text("<p>")
+    for name, text in files.items():
+        (tmp_path / f"{name.rpartition('.')[2]}.py").write_text(text)
+    return {name: tmp_path / f"{name.rpartition('.')[2]}.py" for name in files}
+
+
+def test_imports_inside_functions_names_in_strings_and_templates_count(package):
+    sources = stages.scan(package)
+    assert sources["trace_rl.a"].uses == ("trace_rl.b", "trace_rl.lazy")
+    assert sources["trace_rl.lazy"].uses == ("trace_rl.plugin", "trace_rl/page.j2")
+    assert sources["trace_rl.other"].uses == ("trace_rl.b",)
+
+
+def test_comments_and_docstrings_do_not_change_a_digest_and_code_does(package):
+    before = stages.scan(package)["trace_rl.b"].digest
+    package["trace_rl.b"].write_text('"""Other."""\n\ndef f():  # why\n    return 1\n')
+    assert stages.scan(package)["trace_rl.b"].digest == before
+    package["trace_rl.b"].write_text("def f():\n    return 2\n")
+    assert stages.scan(package)["trace_rl.b"].digest != before
+
+
+def test_configuration_needs_no_torch():
+    code = (
+        "import sys; from trace_rl.config import generate, load, stages; import trace_rl.tracking;"
+        "stages.code_digest('train'); print(sorted({'torch', 'vllm', 'mlflow', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
