@@ -215,8 +215,8 @@ def mismatch_section(summary: dict[str, Any], runs: figures.Runs) -> Section:
     )
     blocks: list[str | Table | Figure] = [
         "Gap is |log pi_train - log pi_rollout| on the sampled tokens of every step. Codewords are compared on "
-        "diagnostic batches with whole codes of all layers recorded: once with the trainer rounding to nearest, once as "
-        "the method rounds. Router disagreement is counted before replay.",
+        "diagnostic batches with whole codes of all layers recorded: once with the trainer rounding to nearest, once "
+        "as the method rounds. Router disagreement is counted before replay.",
         Table(header, tuple(rows)),
         Figure("gap", figures.curve(runs, "gap_mean", label="mean |Δ log p|", log=True), "Train-rollout gap by step."),
     ]
