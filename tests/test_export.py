@@ -22,8 +22,17 @@ SCALES = StaticScales(fc1={0: 60.0, 1: 61.5}, fc2={0: 1.0, 1: 2.0}, k={0: 3.0, 1
 
 
 def tiny_checkpoint(directory: Path, **overrides) -> Path:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "max_position_embeddings": 64}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "max_position_embeddings": 64,
+    }
     tokenizer = build_tokenizer(model_max_length=64)
     config = miniature_config(tokenizer, **(sizes | overrides))
     save_checkpoint(directory, config=config, state=build_model(config, seed=0).state_dict(), tokenizer=tokenizer)
@@ -58,13 +67,32 @@ def test_a_good_checkpoint_validates(checkpoint):
     assert manifest["weight_bytes"] == 2 * manifest["num_parameters"] > 0
 
 
-def _no_directory(path): shutil.rmtree(path)
-def _no_config(path): (path / "config.json").unlink()
-def _broken_config(path): (path / "config.json").write_text("{")
-def _no_weights(path): (path / "model.safetensors").unlink()
-def _no_tokenizer(path): (path / "tokenizer.json").unlink()
-def _unknown_family(path): edit_json(path / "config.json", model_type="gpt2")
-def _vocabulary(path): edit_json(path / "config.json", vocab_size=100)
+def _no_directory(path):
+    shutil.rmtree(path)
+
+
+def _no_config(path):
+    (path / "config.json").unlink()
+
+
+def _broken_config(path):
+    (path / "config.json").write_text("{")
+
+
+def _no_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+def _no_tokenizer(path):
+    (path / "tokenizer.json").unlink()
+
+
+def _unknown_family(path):
+    edit_json(path / "config.json", model_type="gpt2")
+
+
+def _vocabulary(path):
+    edit_json(path / "config.json", vocab_size=100)
 
 
 def _no_eos(path):

@@ -17,8 +17,17 @@ from trace_rl.stages import calibrate
 from trace_rl.tasks.dataset import build_splits
 from trace_rl.tasks.problem import write_jsonl
 
-SIZES = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_position_embeddings": 128}  # fmt: skip
+SIZES = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,12 @@ def tiny_run(tmp_path_factory) -> TinyRun:
 def new_run(tmp_path) -> Callable[..., TinyRun]:
     """Make a run of one's own, not calibrated."""
     return lambda **options: make_run(tmp_path, **options)
+
+
+@pytest.fixture(scope="session")
+def run_factory() -> Callable[..., TinyRun]:
+    """Make a run under a given root, not calibrated."""
+    return make_run
 
 
 @pytest.fixture(scope="session")

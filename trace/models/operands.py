@@ -47,8 +47,8 @@ class _Tap(TorchDispatchMode):
 
 
 @contextmanager
-def operand_tap(model: nn.Module, on_product: OnProduct) -> Iterator[None]:
-    """Report every matrix product of ``model`` while the block runs."""
+def operand_tap(model: nn.Module | None, on_product: OnProduct) -> Iterator[None]:
+    """Report every matrix product of this thread while the block runs; without ``model``, under the module name ""."""
     tap = _Tap(on_product)
 
     def enter(name: str):
@@ -61,7 +61,7 @@ def operand_tap(model: nn.Module, on_product: OnProduct) -> Iterator[None]:
         tap.stack.pop()
 
     handles = []
-    for name, module in model.named_modules():
+    for name, module in () if model is None else model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name)))
         handles.append(module.register_forward_hook(leave))
     try:

@@ -44,8 +44,17 @@ def expected_scopes(names: Iterable[str], *, quant: QuantSpec) -> dict[str, str]
     return {name: expected_format(name, quant=quant) for name in names}
 
 
-def activation_names(prefix: str, *, moe_layers: Iterable[int], attention_layers: Iterable[int]) -> list[str]:
-    """Names of expert inputs and KV tensors; ``prefix`` is the layer list's, such as ``model.layers``."""
-    inputs = [f"{prefix}.{layer}.mlp.experts.{tensor}" for layer in moe_layers for tensor in ("fc1_input", "fc2_input")]
+def activation_names(parameters: Iterable[str], *, attention_layers: Iterable[int]) -> list[str]:
+    """Names of expert inputs and KV tensors of a model with these parameters, experts fused."""
+    parameters = list(parameters)
+    experts = [name.removesuffix(".gate_up_proj") for name in parameters if name.endswith(".experts.gate_up_proj")]
+    prefix = layer_prefix(parameters)
+    inputs = [f"{name}.{tensor}" for name in experts for tensor in ("fc1_input", "fc2_input")]
     caches = [f"{prefix}.{layer}.self_attn.{tensor}" for layer in attention_layers for tensor in ("k_cache", "v_cache")]
     return inputs + caches
+
+
+def layer_prefix(parameters: Iterable[str]) -> str:
+    """The dotted name of the layer list, such as ``model.layers``."""
+    name = next(name for name in parameters if ".layers." in name)
+    return name[: name.index(".layers.") + len(".layers")]

@@ -133,7 +133,9 @@ def tap_operands(
                 model(input_ids=input_ids, use_cache=False)
 
 
-def measure_amax(model: PreTrainedModel, qat: Qat, *, trajectories: Sequence[Trajectory]) -> dict[str, dict[int, float]]:
+def measure_amax(
+    model: PreTrainedModel, qat: Qat, *, trajectories: Sequence[Trajectory]
+) -> dict[str, dict[int, float]]:
     """Largest magnitude by tensor and layer; UserError naming the first that is NaN or Inf."""
     amax: dict[str, dict[int, float]] = {tensor: {} for tensor in TENSORS}
 
@@ -152,13 +154,15 @@ def static_scales(amax: dict[str, dict[int, float]], *, format_name: str, margin
     """Encode scales from calibrated magnitudes with headroom ``margin``."""
     fmt = formats.get(format_name)
     by_tensor = {
-        tensor: {layer: float(fmt.encode_scale(torch.tensor(value * margin))) for layer, value in sorted(layers.items())}
+        tensor: {layer: float(fmt.encode_scale(torch.tensor(layers[layer] * margin))) for layer in sorted(layers)}
         for tensor, layers in amax.items()
     }
     for tensor, layers in by_tensor.items():
         for layer, scale in layers.items():
             if not 0 < scale < float("inf"):
-                raise UserError(f"encode scale of {tensor} in layer {layer} is {scale}; look for NaN or Inf in the weights")
+                raise UserError(
+                    f"encode scale of {tensor} in layer {layer} is {scale}; look for NaN or Inf in the weights"
+                )
     return StaticScales(**by_tensor)
 
 

@@ -54,13 +54,15 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
 def fetch(config: ExperimentConfig, paths: RunPaths) -> Path:
     """Make or find the checkpoint; returns a directory outside the output."""
     source = config.checkpoint
-    work = paths.state("checkpoint", source.source)
     if isinstance(source, LocalCheckpoint):
         return Path(source.path).expanduser()
-    work.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(source, ColdStart):
+        # It tells its own unfinished states apart, by recipe and data.
+        work = paths.state("checkpoint", source.source)
+        work.parent.mkdir(parents=True, exist_ok=True)
         cold_start.run(config, work)
         return work
+    work = paths.state("checkpoint", source.source, source.digest())
     if isinstance(source, HubCheckpoint):
         # Imported here: the hub client is needed by this source only.
         from trace_rl.models import hub

@@ -52,7 +52,7 @@ Gaps = dict[str, dict[str, float]]
 
 
 def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
-    """Measure, write ``metrics.json``, and raise StageFailure with both numbers where a threshold is broken."""
+    """Measure, write ``metrics.json``, and raise StageFailure with the numbers where a threshold is broken."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     started = time.perf_counter()
     with tracking.stage_run(config, stage="parity", paths=paths) as tracker:
@@ -60,7 +60,9 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
             paths.checkpoint, data=paths.data, count=config.parity.num_prompts, setting="parity.num_prompts"
         )
         precisions = {"bf16": BF16, "fp4": QuantSpec(format=config.format)}
-        gaps = {name: check_precision(config, paths, quant=quant, prompts=prompts) for name, quant in precisions.items()}
+        gaps = {
+            name: check_precision(config, paths, quant=quant, prompts=prompts) for name, quant in precisions.items()
+        }
         rows = judge(gaps, thresholds=config.parity)
         metrics = {
             "gaps": gaps,
@@ -71,9 +73,8 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         }
         write_json(paths.parity, metrics)
         tracker.log_metrics(gaps)
+    require_parity(rows)
     print(verdict_table(rows))
-    if not metrics["passed"]:
-        raise StageFailure(f"parity gate of the {config.engine.name} engine failed:\n{verdict_table(rows)}")
     return metrics
 
 
@@ -178,6 +179,12 @@ def judge(gaps: dict[str, dict[str, Gaps]], *, thresholds: ParityConfig) -> list
                     }
                 )
     return rows
+
+
+def require_parity(rows: list[dict[str, object]]) -> None:
+    """Raise StageFailure with all numbers when a threshold is broken."""
+    if any(row["verdict"] == "FAILED" for row in rows):
+        raise StageFailure(f"parity gate: trainer and rollout engine differ\n{verdict_table(rows)}")
 
 
 def verdict_table(rows: list[dict[str, object]]) -> str:

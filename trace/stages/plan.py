@@ -1,7 +1,7 @@
 """Stage ``plan``: what guidance would cost, before anything runs.
 
-The table of METHOD.md section 3 for a model's ``config.json`` or for an experiment's checkpoint. Every figure comes from
-the record layout that the engines write.
+The table of METHOD.md section 3 for a model's ``config.json`` or for an experiment's checkpoint. Every figure comes
+from the record layout that the engines write.
 """
 
 from pathlib import Path
@@ -24,8 +24,9 @@ def run(config: ExperimentConfig) -> list[PlanRow]:
         sequences=training.prompts_per_step * training.samples_per_prompt,
         tokens=config.engine.max_model_len,
     )
-    print(plan_table(rows, title=f"{config.run}: {config.checkpoint.source}, {training.prompts_per_step} prompts x "
-                     f"{training.samples_per_prompt} samples of at most {config.engine.max_model_len} tokens"))  # fmt: skip
+    batch = f"{training.prompts_per_step} prompts x {training.samples_per_prompt} samples"
+    length = f"at most {config.engine.max_model_len} tokens"
+    print(plan_table(rows, title=f"{config.run} ({config.checkpoint.source}): {batch} of {length}"))
     return rows
 
 
@@ -57,5 +58,14 @@ def model_config(config: ExperimentConfig) -> dict[str, Any]:
 def plan_table(rows: list[PlanRow], *, title: str) -> str:
     """Rows as text."""
     names, formulas = (max(len(getattr(row, field)) for row in rows) for field in ("name", "formula"))
-    lines = [title] + [f"{row.name:{names}}  {row.formula:{formulas}}  {row.text:>12}" for row in rows]
+    lines = [title] + [f"{row.name:{names}}  {row.formula:{formulas}}  {shown(row):>12}" for row in rows]
     return "\n".join(lines)
+
+
+def shown(row: PlanRow) -> str:
+    """The figure in a unit that shows it: a step of a small model is neither TiB nor seconds."""
+    if row.unit == "TiB" and row.value < 0.1:
+        return f"{row.num_bytes / 2**20:.1f} MiB" if row.num_bytes < 2**30 else f"{row.num_bytes / 2**30:.1f} GiB"
+    if row.unit == "s" and row.value < 1:
+        return f"{1000 * row.value:.2g} ms"
+    return row.text
