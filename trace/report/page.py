@@ -83,8 +83,8 @@ def lead(summary: dict[str, Any], tested: list[Claim]) -> list[str]:
         paragraphs.append("Collapsed runs, shown like all others: " + ", ".join(collapsed) + ".")
     paragraphs.append(
         "A small mixture-of-experts policy is trained by RL with FP4 rollouts. FP4 is emulated: values are rounded to "
-        "FP4 bit for bit and multiplied in BF16, so accuracy, gaps and bytes carry over and speed does not. Every method "
-        "has the same budget, starting policy and hyperparameters."
+        "FP4 bit for bit and multiplied in BF16, so accuracy, gaps and bytes carry over and speed does not. Every "
+        "method has the same budget, starting policy and hyperparameters."
     )
     return paragraphs
 
