@@ -349,6 +349,9 @@ def test_trusted_helpers_replace_the_programs_own(sandbox: Sandbox):
     program = "def double(x):\n    return 12\ndef scale(x):\n    return 0\n"
     assert run_check(sandbox, program, tests).passed
     assert not run_check(sandbox, program, tests, trusted="def double(x):\n    return 2 * x\n").passed
+    stub = "def double(x):\n    return 2 * x\ndef scale(x):\n    pass\n"
+    by_name = "def check(candidate):\n    assert double(scale(3)) == 12\n"
+    assert run_check(sandbox, "def scale(x):\n    return 2 * x\n", by_name, trusted=stub).passed
 
 
 def test_exceptions_reach_the_tests_with_their_type(sandbox: Sandbox):

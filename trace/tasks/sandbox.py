@@ -149,7 +149,7 @@ class Sandbox:
         """Run `check(candidate)` of `test_source` on the program's `entry_point`, as HumanEval does.
 
         `test_source` sees the program's top-level functions by name (each call is forwarded), except those that
-        `trusted_source` defines.
+        `trusted_source` defines; for HumanEval that is the prompt. The entry point is always the program's.
         """
         started = time.monotonic()
         tests = {

@@ -325,8 +325,10 @@ def checker(tests, calls, replies, verdict, output_bytes):
         for name in tests["functions"]:
             namespace[name] = stand_in(name, calls, lines)
         exec(compile(tests["trusted"], "<trusted>", "exec", dont_inherit=True), namespace)
+        # A prompt used as trusted code defines the entry point, too, without a body.
+        namespace[tests["entry_point"]] = stand_in(tests["entry_point"], calls, lines)
         exec(compile(tests["tests"], "<tests>", "exec", dont_inherit=True), namespace)
-        namespace["check"](stand_in(tests["entry_point"], calls, lines))
+        namespace["check"](namespace[tests["entry_point"]])
         outcome = {"passed": True, "reason": "passed"}
     except AssertionError as error:
         outcome["reason"] = f"an assertion failed: {error}"[:_PROXY_ERROR_LENGTH]
