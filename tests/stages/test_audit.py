@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trace_rl import formats
@@ -134,6 +135,27 @@ def test_a_difference_fails_with_the_rows(tiny_run, reference, scales, policy_fa
         audit.require_agreement(rows)
     assert re.search(r"model\.layers\.0\.self_attn\.q_proj\.weight +bf16 +bf16 +unknown +bf16", str(failure.value))
     audit.require_agreement([row for row in rows if row["engine"] == row["expected"]])
+
+
+def test_a_tied_head_is_one_tensor_with_the_embedding(policy_factory, scales, tiny_run, tmp_path):
+    policy = policy_factory(tmp_path / "tied")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(policy / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    tied = audit.reference_tensors(policy)
+    target = tmp_path / "export"
+    target.mkdir()
+    export_packed(policy, target=target, quant=QUANT, scales=scales)
+    rows = audit.audit_table(
+        quant=QUANT,
+        trainer=audit.trainer_formats(policy, reference=tied, quant=QUANT, scales=scales),
+        engine=audit.engine_formats(policy, reference=tied, quant=QUANT, scales=scales, config=tiny_run.config.engine),
+        export=audit.export_formats(target, reference=tied),
+    )
+    audit.require_agreement(rows)
+    assert "lm_head.weight" not in {row["name"] for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_one_damaged_expert_and_one_quantized_router_are_seen(vllm_run):
         expert.copy_(expert.roll(1, dims=0))
         engine.load_policy(state.items(), 1)
         damaged = parity.measure_gaps(engine, model, qat, prompts=prompts, sampling=sampling, pad=0)
-        assert damaged["guided"]["gap_mean"] > 0.02 > 5 * sound["guided"]["gap_mean"]
+        assert damaged["guided"]["gap_mean"] > 5 * sound["guided"]["gap_mean"]
 
         router = "model.layers.1.mlp.gate.weight"
         state = dict(reference) | {router: quantized_weight(reference[router], format_name="nvfp4")}

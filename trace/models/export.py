@@ -7,7 +7,7 @@ A quantized parameter `P` of shape [E, R, C] becomes three tensors in the safete
     P.encode_scale  float32 [E]            global scale G, one per expert; gate and up share one
 
 The input is the BF16-rounded weight, as in rollout and trainer, so the export dequantizes to exactly what both multiply
-with; that is checked bitwise by reading the written file back. Scale bytes are scanned for NaN. `config.json` gains
+with. The written files are read back and compared bitwise. Scale bytes are scanned for NaN. `config.json` gains
 `quantization_config` with `quant_method: trace_nvfp4`, `packed: true`, the quant spec and the static scales.
 """
 
@@ -136,7 +136,6 @@ def export_packed(
     if model.config.get_text_config().tie_word_embeddings:
         state.pop("lm_head.weight", None)
     written: dict[str, Tensor] = {}
-    expected: dict[str, Tensor] = {}
     reports = []
     for name, tensor in state.items():
         formats.check_finite(tensor, name)
@@ -145,8 +144,8 @@ def export_packed(
             continue
         packed = pack_tensor(tensor, name=name, format_name=quant.format)
         written.update({f"{name}.{part}": getattr(packed, part) for part in PARTS})
-        expected[name] = unpack_tensor(packed, format_name=quant.format)
-        reports.append(_report(name, tensor=tensor, packed=packed, values=expected[name]))
+        values = unpack_tensor(packed, format_name=quant.format)
+        reports.append(_report(name, tensor=tensor, packed=packed, values=values))
     if not reports:
         raise UserError(f"{policy_dir}: no parameter to quantize; expected routed experts")
     _save(written, target=target)
@@ -163,7 +162,7 @@ def export_packed(
         skipped = path.suffix in (".safetensors", ".bin") or path.name in ("config.json", INDEX, MANIFEST)
         if path.is_file() and not skipped and not path.name.startswith("metrics"):
             shutil.copyfile(path, target / path.name)
-    _check_read_back(target, expected=expected, state=state)
+    _check_read_back(target, written=written)
     return reports
 
 
@@ -186,12 +185,14 @@ def _save(tensors: dict[str, Tensor], *, target: Path) -> None:
         (target / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
 
 
-def _check_read_back(directory: Path, *, expected: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-    read = read_packed(directory)
-    for name, tensor in state.items():
-        want = expected.get(name, tensor)
-        if name not in read or not torch.equal(read[name].view(torch.uint8), want.contiguous().view(torch.uint8)):
+def _check_read_back(directory: Path, *, written: dict[str, Tensor]) -> None:
+    read = 0
+    for name, tensor in iterate_tensors(directory):
+        if not torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)):
             raise UserError(f"{directory}: {name} does not read back as written; check the disk")
+        read += 1
+    if read != len(written):
+        raise UserError(f"{directory}: {len(written) - read} tensors are missing after writing; check the disk")
 
 
 def quantization_of(directory: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class FormatObserver:
         self.format_name = format_name
         self.block_size = formats.get(format_name).block_size
         self.seen: dict[str, set[str]] = {}
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = dict(model.named_parameters())
         self.owned: dict[str, list[str]] = {}
         self.by_storage: dict[int, list[str]] = {}
         for name, parameter in self.parameters.items():

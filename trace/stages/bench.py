@@ -31,7 +31,7 @@ from trace_rl.guidance.record import ModelDims
 from trace_rl.models.checkpoint_io import iterate_tensors, read_json, write_json
 from trace_rl.models.scopes import is_expert_weight
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
-from trace_rl.stages.rl_prompts import rl_prompts
+from trace_rl.stages.rl_prompts import first_prompts
 
 SEED = 1 << 42
 RECORDINGS: dict[str, GuidanceSpec | None] = {
@@ -78,8 +78,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
 def bench_prompts(config: ExperimentConfig, paths: RunPaths) -> list[list[int]]:
     """``bench.num_sequences`` prompts, repeated from the RL set when it is smaller; UserError for too long outputs."""
     longest = max(config.bench.output_lengths)
-    available = min(config.bench.num_sequences, config.data.rl_problems)
-    prompts = rl_prompts(paths.checkpoint, data=paths.data, count=available, setting="data.rl_problems")
+    prompts = first_prompts(paths.checkpoint, data=paths.data, most=config.bench.num_sequences)
     room = config.engine.max_model_len - max(map(len, prompts))
     if longest > room:
         raise UserError(
