@@ -11,7 +11,7 @@ from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.qat.attach import attach
 from trace_rl.rollout.engine import Sampling, open_engine
-from trace_rl.stages import parity
+from trace_rl.stages import audit, calibrate, parity
 from trace_rl.stages.failure import StageFailure
 from trace_rl.stages.rl_prompts import rl_prompts
 
@@ -29,6 +29,14 @@ def test_the_gate_is_green_fresh_and_after_a_refit(tiny_run):
         assert gaps["off"] > 0.1
         assert metrics["gaps"]["bf16"][moment]["off"]["gap_mean"] < 0.02
     assert metrics["gaps"]["fp4"]["refit"]["off"] != metrics["gaps"]["fp4"]["start"]["off"]
+
+
+def test_the_gate_and_the_audit_hold_for_blocks_of_32(new_run):
+    run = new_run()
+    config = run.config.model_copy(update={"format": "mxfp4"})
+    calibrate.run(config, run.paths)
+    assert parity.run(config, run.paths)["passed"]
+    assert audit.run(config, run.paths)["num_fp4"] == 18
 
 
 @pytest.mark.parametrize("quant", [BF16, QuantSpec()], ids=["bf16", "fp4"])

@@ -126,7 +126,9 @@ def trainer_logprobs(
     model: PreTrainedModel, qat: Qat, *, batch: RolloutBatch, mode: Mode, temperature: float, pad: int
 ) -> Tensor:
     """float32 [N] log-probs of all response tokens, with routing replay, in the order of the trajectories."""
-    layout = None if batch.recording is None else RecordLayout.build(batch.recording, qat.dims)
+    layout = None
+    if batch.recording is not None:
+        layout = RecordLayout.build(batch.recording, qat.dims, block_size=qat.fmt.block_size)
     parts = []
     for start in range(0, len(batch.trajectories), MICRO_BATCH):
         packed = pack(batch.trajectories[start : start + MICRO_BATCH], pad_id=pad)
