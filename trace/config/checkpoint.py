@@ -106,6 +106,8 @@ class UpcycledCheckpoint(Section):
     """Sequences per supervised step."""
     learning_rate: float = Field(default=1e-4, gt=0.0)
     """AdamW learning rate."""
+    expert_noise: float = Field(default=0.01, ge=0.0)
+    """Noise added to every expert before training, relative to its weights' root mean square, so that copies differ."""
     threads: int = Field(default=2, ge=1)
     """PyTorch threads."""
 

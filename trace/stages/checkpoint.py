@@ -70,7 +70,7 @@ def fetch(config: ExperimentConfig, paths: RunPaths) -> Path:
         return hub.download(source, target=work)
     assert isinstance(source, UpcycledCheckpoint)
     # Imported here: reads a model package that other sources do without.
-    from trace_rl.models import smollm
+    from trace_rl.stages import upcycling
 
-    smollm.build(source, target=work, data=paths.data)
+    upcycling.run(source, work, data=paths.data)
     return work

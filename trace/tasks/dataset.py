@@ -12,10 +12,19 @@ from collections.abc import Callable
 
 from trace_rl.errors import UserError
 from trace_rl.tasks.arithmetic import make_math, verify_math
+from trace_rl.tasks.humaneval import verify_humaneval
 from trace_rl.tasks.problem import Problem, check_problems
 from trace_rl.tasks.programs import all_code_problems, split_of_function, verify_code
+from trace_rl.tasks.word_problems import verify_gsm8k, verify_sum
 
 VALIDATION_PER_KIND = 256
+VERIFIERS: dict[str, Callable[[Problem, str], float]] = {
+    "math": verify_math,
+    "code": verify_code,
+    "sum": verify_sum,
+    "gsm8k": verify_gsm8k,
+    "humaneval": verify_humaneval,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +91,7 @@ def build_splits(
 
 def score(problem: Problem, response: str) -> float:
     """Reward of a response text: 1.0 or 0.0 (partial credit of wrong answers is never given)."""
-    return verify_math(problem, response) if problem.kind == "math" else verify_code(problem, response)
+    return VERIFIERS[problem.kind](problem, response)
 
 
 def _draw(make: Callable[[], Problem], *, count: int, seen: set[str], name: str) -> list[Problem]:

@@ -12,13 +12,17 @@ from typing import Any
 
 from trace_rl.errors import UserError
 
+KINDS = ("math", "code", "sum", "gsm8k", "humaneval")
+"""Each has a verifier in `trace_rl.tasks.dataset.score`."""
+
 
 @dataclass(frozen=True)
 class Problem:
     """A prompt, the full text of a reference response, and the verifier's payload.
 
-    payload: `{"target": int}` for math; `{"cases": [[x, f(x)], ...], "function": str}` for code, where `cases`
-    are the hidden inputs, which the prompt does not show.
+    payload: `{"target": int}` for math and sum; `{"cases": [[x, f(x)], ...], "function": str}` for code, where `cases`
+    are the hidden inputs, which the prompt does not show; `{"expected": str}` for gsm8k; the source, tests and entry
+    point for humaneval.
     """
 
     kind: str
@@ -64,5 +68,7 @@ def check_problems(problems: list[Problem], *, source: str) -> None:
     for index, problem in enumerate(problems):
         if not problem.prompt:
             raise UserError(f"data set {source}, row {index}: zero-length prompt; every problem needs a prompt")
-        if problem.kind not in ("math", "code"):
-            raise UserError(f"data set {source}, row {index}: unknown kind {problem.kind!r}; use math or code")
+        if problem.kind not in KINDS:
+            raise UserError(
+                f"data set {source}, row {index}: unknown kind {problem.kind!r}; use one of {', '.join(KINDS)}"
+            )
