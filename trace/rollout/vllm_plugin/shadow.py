@@ -38,7 +38,7 @@ class Shadow:
     def configure(
         self, *, layout: RecordLayout | None, num_slots: int, num_expert_ids: int, device: torch.device
     ) -> None:
-        """Record ``layout`` (None: nothing) and ``num_expert_ids`` (the router's k; 0: none) ids per token and layer."""
+        """Record ``layout`` (None: nothing) and ``num_expert_ids`` (the router's k; 0: none) per token and layer."""
         self.layout = layout
         self._recorded = frozenset() if layout is None else frozenset((f.layer, f.tensor) for f in layout.fields)
         self.rows = None

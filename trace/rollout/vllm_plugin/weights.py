@@ -217,7 +217,7 @@ class TraceModelLoader(BaseModelLoader):
 
         methods = [m.quant_method for m in model.modules() if isinstance(m, RoutedExperts)]
         if not methods or not all(isinstance(method, TraceMoEMethod) for method in methods):
-            raise UserError(f"{model_config.model}: load format `trace` needs a MoE model with quantization trace_nvfp4")
+            raise UserError(f"{model_config.model}: load format `trace` needs MoE layers and quantization trace_nvfp4")
         if current_platform.is_cpu():
             keep_plain_weights(model, method=PlainLinearMethod)
         weights = PolicyWeights(model, format=methods[0].format)

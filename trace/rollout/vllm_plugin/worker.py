@@ -73,6 +73,9 @@ class TraceWorkerMixin:
 
     def trace_score_temperature(self, temperature: float | None) -> None:
         """Divide the logits by this (prompt log-probabilities ignore the sampling temperature); None: do not."""
+        processor = getattr(self.model_runner.get_model(), "logits_processor", None)
+        if temperature not in (None, 1.0) and getattr(processor, "soft_cap", None) is not None:
+            raise UserError("score: this model caps its logits, so it can only be scored at temperature 1")
         self.trace_shadow.score_temperature = temperature
 
     def trace_refit(self, tensors: list[tuple[str, Tensor]]) -> None:
