@@ -50,23 +50,23 @@ class ColdStart(Section):
     """Architecture."""
     seed: int = 0
     """Seed of initialisation and data order."""
-    steps: int = Field(default=1500, ge=1)
+    steps: int = Field(default=2400, ge=1)
     """Supervised steps."""
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Sequences per step."""
-    learning_rate: float = Field(default=2e-3, gt=0.0)
+    learning_rate: float = Field(default=3e-3, gt=0.0)
     """Peak AdamW learning rate."""
-    warmup_steps: int = Field(default=50, ge=0)
+    warmup_steps: int = Field(default=60, ge=0)
     """Linear warm-up."""
     checkpoint_every: int = Field(default=100, ge=1)
     """Steps between checkpoints."""
-    validate_every: int = Field(default=100, ge=1)
+    validate_every: int = Field(default=50, ge=1)
     """Steps between validations at temperature 1."""
     validation_problems: int = Field(default=256, ge=8)
     """Problems of a validation."""
     target_accuracy: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Success rate at temperature 1 of the policy handed to RL: the nearest validated checkpoint is taken."""
-    threads: int = Field(default=2, ge=1)
+    threads: int = Field(default=1, ge=1)
     """PyTorch threads."""
 
 

@@ -19,9 +19,9 @@ class DataConfig(Section):
     HumanEval and a GSM8K subset for evaluation, all under SmolLM2's chat template."""
     seed: int = 0
     """Seed of the splits."""
-    train_problems: int = Field(default=20000, ge=1)
+    train_problems: int = Field(default=30000, ge=1)
     """Problems of the supervised cold start."""
-    rl_problems: int = Field(default=4096, ge=1)
+    rl_problems: int = Field(default=3000, ge=1)
     """Prompts of RL, disjoint from the supervised and evaluation sets."""
     eval_problems: int = Field(default=512, ge=1)
     """Problems of each evaluation task."""

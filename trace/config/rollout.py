@@ -35,5 +35,5 @@ class SamplingConfig(Section):
 
     temperature: float = Field(default=1.0, ge=0.0)
     """Sampling temperature; 0 decodes greedily."""
-    max_new_tokens: int = Field(default=40, ge=1)
+    max_new_tokens: int = Field(default=48, ge=1)
     """Longest response in tokens."""
