@@ -31,7 +31,7 @@ smoke: setup  ## the whole workflow with a few steps (config/smoke.yaml)
 	@$(RUN) snakemake --cores $(CORES) --configfile config/smoke.yaml
 
 smol: setup  ## the same workflow on SmolLM2-135M, GSM8K and HumanEval (config/smol.yaml)
-	@$(RUN) snakemake --cores $(CORES) --configfile config/smol.yaml
+	@$(RUN) snakemake --cores $(CORES) --configfile config/smol.yaml --workflow-profile workflow/profiles/smol
 
 test: lint  ## lint and every test
 	@$(RUN) python -m pytest -n $(WORKERS) --dist loadgroup
