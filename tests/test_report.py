@@ -7,7 +7,7 @@ import yaml
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_suite
-from trace_rl.report.claims import Estimate, average, claims, verdict
+from trace_rl.report.claims import Estimate, average, claims, parity, verdict
 from trace_rl.report.document import write
 from trace_rl.report.page import PAPER, build
 
@@ -84,6 +84,13 @@ def test_verdicts_know_their_error_bars():
     assert verdict(Estimate(0.05, 0.03, 400), expected=1) == "not resolved"
     assert verdict(Estimate(0.07, 0.03, 400), expected=1) == "same direction"
     assert verdict(Estimate(-0.07, 0.03, 400), expected=1) == "opposite direction"
+
+
+def test_on_par_needs_a_small_error_bar():
+    assert parity(Estimate(0.0, 0.01, 800)) == "same direction"
+    assert parity(Estimate(0.0, 0.04, 50)) == "not resolved"
+    assert parity(Estimate(-0.03, 0.01, 800)) == "opposite direction"
+    assert parity(Estimate(0.0, 0.0, 16)) == "not resolved"
 
 
 def test_average_pools_tasks_and_takes_the_larger_error(summary):

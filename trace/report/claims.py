@@ -1,7 +1,7 @@
 """The paper's claims, each beside what this run measured, with a verdict that knows its own error bar.
 
 A verdict is ``same direction``, ``opposite direction`` or ``not resolved``: the last when the difference is within two
-standard errors of zero. Standard errors are those of the evaluation (binomial) or, with several seeds, of the seeds;
+standard errors of zero. "On par" is the same direction only when a loss of more than five points is excluded. Standard errors are those of the evaluation (binomial) or, with several seeds, of the seeds;
 the larger one counts. A claim whose methods are not in the suite is left out, never guessed.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 RESOLVED_AT = 2.0
 """Standard errors a difference must reach to be called resolved."""
+PARITY_MARGIN = 0.05
+"""Largest loss of accuracy that still counts as on par; its whole error bar must lie within."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,16 @@ def verdict(difference: Estimate, *, expected: int) -> str:
     return "same direction" if math.copysign(1, difference.mean) == expected else "opposite direction"
 
 
+def parity(difference: Estimate) -> str:
+    """Whether a difference is no loss of more than ``PARITY_MARGIN``, a resolved loss, or neither."""
+    slack = RESOLVED_AT * difference.stderr
+    if difference.stderr == 0:  # all right or all wrong: nothing was measured
+        return "not resolved"
+    if difference.mean + slack < 0:
+        return "opposite direction"
+    return "same direction" if difference.mean - slack > -PARITY_MARGIN else "not resolved"
+
+
 def show(estimate: Estimate) -> str:
     """Percent with standard error."""
     return f"{100 * estimate.mean:.1f} ± {100 * estimate.stderr:.1f}"
@@ -115,13 +127,12 @@ def claims(summary: dict[str, Any], paper: dict[str, Any]) -> list[Claim]:
     compare("TRACE beats plain QAT", "trace", "qat", reported=(table["trace"], table["qat"]), expected=1)
     if accuracy["trace"] and accuracy["bf16"]:
         difference = accuracy["trace"] - accuracy["bf16"]
-        loses = difference.mean < -RESOLVED_AT * difference.stderr
         rows.append(
             Claim(
                 statement="TRACE in FP4 execution is on par with BF16 RL in BF16 execution",
                 paper=f"{table['trace']} vs {table['bf16']}",
                 here=f"{show(accuracy['trace'])} vs {show(accuracy['bf16'])} (difference {show(difference)})",
-                verdict="opposite direction" if loses else "same direction",
+                verdict=parity(difference),
             )
         )
     compare(

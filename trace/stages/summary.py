@@ -40,6 +40,6 @@ def summary_table(summary: dict) -> Table:
             "–" if mismatch is None else f"{100 * mismatch:.2f}",
             f"{seed_mean(summary, name, 'guidance_bytes_per_token') or 0:.0f}",
             f"{seed_mean(summary, name, 'step_s', 'step') or 0:.2f}",
-            f"{collapsed} of {len(seeds)}",
+            "–" if start is None else f"{collapsed} of {len(seeds)}",
         )
     return table
