@@ -33,7 +33,7 @@ def record(*, fp4: float, bf16: float, trained: bool = True, gap: float = 0.01, 
     diagnostics = {
         f"diag/{mode}/mismatch/{t}/{layer}": 0.1
         for mode in ("own", "rtn")
-        for t in "k v fc1".split()
+        for t in ("k", "v", "fc1")
         for layer in (0, 1)
     }
     diagnostics |= {"diag/own/adjacent": 0.995, "diag/own/mismatch/deeper_half": gap, "diag/rtn/mismatch": 0.2}

@@ -1,8 +1,9 @@
 """The paper's claims, each beside what this run measured, with a verdict that knows its own error bar.
 
 A verdict is ``same direction``, ``opposite direction`` or ``not resolved``: the last when the difference is within two
-standard errors of zero. "On par" is the same direction only when a loss of more than five points is excluded. Standard errors are those of the evaluation (binomial) or, with several seeds, of the seeds;
-the larger one counts. A claim whose methods are not in the suite is left out, never guessed.
+standard errors of zero. "On par" is the same direction only when a loss of more than five points is excluded. Standard
+errors are those of the evaluation (binomial) or, with several seeds, of the seeds; the
+larger one counts. A claim whose methods are not in the suite is left out, never guessed.
 """
 
 import math
