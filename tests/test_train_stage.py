@@ -69,9 +69,7 @@ def kill_after_first_checkpoint(argv: list[str], *, state: Path, timeout_s: floa
     ],
 )
 def test_killed_and_continued_equals_uninterrupted(tmp_path, engine, staleness):
-    config = tiny_config(
-        engine={"name": engine}, training={"steps": 8, "checkpoint_every": 2, "staleness": staleness}
-    )
+    config = tiny_config(engine={"name": engine}, training={"steps": 8, "checkpoint_every": 2, "staleness": staleness})
     killed, whole = (tiny_run(tmp_path / name, config=config) for name in ("killed", "whole"))
 
     def argv(root: str) -> list[str]:
