@@ -1,7 +1,7 @@
 """Queue, data cursor, packing, metrics log and checkpoints: what resuming rests on."""
 
-import torch
 import pytest
+import torch
 from torch import nn
 
 from trace_rl.config.training import TrainingConfig

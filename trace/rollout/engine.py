@@ -51,8 +51,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, sampling: Sampling, max_m
             raise UserError(f"generate: prompt {index} has zero tokens; every prompt needs at least one")
         if len(prompt) + sampling.max_new_tokens > max_model_len:
             raise UserError(
-                f"generate: prompt {index} has {len(prompt)} tokens; with {sampling.max_new_tokens} new tokens it exceeds "
-                f"engine.max_model_len {max_model_len}; raise max_model_len or lower sampling.max_new_tokens"
+                f"generate: prompt {index} has {len(prompt)} tokens; with {sampling.max_new_tokens} new tokens it "
+                f"exceeds engine.max_model_len {max_model_len}; raise max_model_len or lower sampling.max_new_tokens"
             )
 
 
