@@ -18,6 +18,7 @@ reruns; `setup` leaves them in `<results>/<run>/tracking.json`, where jobs find 
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -260,8 +261,11 @@ def stage_run(
 ) -> Iterator[StageRun]:
     """The MLflow run of one job, found or created, ended when the block ends.
 
+    The job's settings, the data it read and the policy it left are logged here, the same way for every stage.
+
     ``wildcards`` are the job's (``method``, ``seed``). Digests of settings, method file and code are added to
-    ``digests`` and the settings are logged as params. An exception in the block marks the run FAILED and is raised again.
+    ``digests`` and the settings are logged as params. An exception in the block marks the run FAILED and is raised
+    again.
     """
     paths = paths or RunPaths(config.run)
     wildcards = {key: value for key, value in (wildcards or {}).items() if value is not None}
@@ -285,6 +289,11 @@ def stage_run(
         run.set_tags({**_environment(), **_quant_tags(config, wildcards), **(tags or {})})
         known = stage_config(config, stage) if stage in SECTIONS else {}
         run.log_params(known)
+        run.log_dict(known, "config.json")
+        if stage != "data" and (paths.data / "manifest.json").is_file():
+            manifest = (paths.data / "manifest.json").read_bytes()
+            digest = hashlib.sha256(manifest).hexdigest()
+            run.log_input("data", digest=digest, source=str(paths.data), context=stage, profile=json.loads(manifest))
         run.monitor_system(uri)
 
     name = " ".join((stage, *(f"{value}" if key == "method" else f"{key}{value}" for key, value in wildcards.items())))
@@ -294,6 +303,11 @@ def stage_run(
     except BaseException as error:
         run.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
+    policies = {"checkpoint": paths.checkpoint}
+    if stage == "train":
+        policies["train"] = paths.train(wildcards["method"], wildcards["seed"]) / "policy"
+    if stage in policies and policies[stage].is_dir():
+        run.log_model(policies[stage], name="policy", params=wildcards)
     run.close("FINISHED")
 
 
@@ -455,7 +469,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 def _key(key: str) -> str:

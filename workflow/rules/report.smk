@@ -35,12 +35,12 @@ rule report:
         training=rules.summary.input.training,
         bench=rules.bench_rollout.output,
     output:
-        report(
-            directory(PATHS.report),
+        index=report(
+            PATHS.report / "index.html",
             caption="../report/index.rst",
             category="Report",
-            htmlindex="index.html",
         ),
+        markdown=PATHS.report / "report.md",
     log:
         f"{LOGS}/report.log",
     benchmark:

@@ -1,0 +1,68 @@
+"""The whole workflow on config/smoke.yaml: every stage for real, then nothing left to do."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from trace_rl.config.load import load_experiment
+from trace_rl.config.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def snakemake(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    command = [sys.executable, "-P", "-m", "snakemake", "--cores", "2", "--configfile", "config/smoke.yaml", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_workflow(tmp_path: Path) -> None:
+    for name in ("workflow", "config"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "profiles").symlink_to(Path("workflow") / "profiles")
+    shutil.copy(ROOT / "Snakefile", tmp_path)
+    output = snakemake(tmp_path)
+
+    experiment = load_experiment(ROOT / "config/smoke.yaml")
+    paths = RunPaths("smoke", tmp_path / "results")
+    summary = json.loads(paths.summary.read_text())
+    assert list(summary["methods"]) == list(experiment.suite.methods)
+    for task in experiment.evaluate.tasks:
+        for execution in ("bf16", "fp4"):
+            assert summary["methods"]["trace"]["0"]["accuracy"][task][execution]["n"] == experiment.data.eval_problems
+    assert summary["methods"]["trace"]["0"]["guidance_bytes_per_token"] > 0
+    assert json.loads(paths.audit.read_text())["passed"]
+    assert json.loads(paths.parity.read_text())["passed"]
+    assert "run smoke" in output
+    assert "report: results/smoke/report/index.html" in output
+    page = (paths.report / "index.html").read_text()
+    assert all(name in page for name in experiment.suite.methods)
+    steps = [json.loads(line) for line in (paths.train("trace", 0) / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == list(range(experiment.training.steps))
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{paths.root / 'mlflow.db'}")
+    experiment_ids = [found.experiment_id for found in client.search_experiments()]
+    runs = client.search_runs(experiment_ids)
+    assert {run.info.status for run in runs if "rule" in run.data.tags} == {"FINISHED"}
+    assert {run.data.tags["wildcard.method"] for run in runs if run.data.tags.get("rule") == "train"} == {
+        "bf16",
+        "qat",
+        "trace",
+    }
+    trained = next(run for run in runs if run.data.tags["mlflow.runName"] == "train trace seed0")
+    assert len(client.get_metric_history(trained.info.run_id, "reward")) == experiment.training.steps
+    assert "policy" in {model.name for model in client.search_logged_models(experiment_ids)}
+
+    assert "Nothing to be done" in snakemake(tmp_path)
