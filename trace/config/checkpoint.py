@@ -64,7 +64,7 @@ class ColdStart(Section):
     """Steps between validations at temperature 1."""
     validation_problems: int = Field(default=256, ge=8)
     """Problems of a validation."""
-    target_accuracy: float = Field(default=0.5, gt=0.0, lt=1.0)
+    target_accuracy: float = Field(default=0.45, gt=0.0, lt=1.0)
     """Success rate at temperature 1 of the policy handed to RL: the nearest validated checkpoint is taken."""
     threads: int = Field(default=1, ge=1)
     """PyTorch threads."""

@@ -31,7 +31,7 @@ class DataConfig(Section):
     """Operands of an arithmetic chain."""
     long_operands: int = Field(default=5, ge=2)
     """Operands of ``mini_math_long``: longer than trained."""
-    max_operand: int = Field(default=99, ge=1)
+    max_operand: int = Field(default=30, ge=1)
     """Largest operand."""
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from trace_rl.config.base import Section
 class TrainingConfig(Section):
     """Budget and hyperparameters, equal for every method of a suite."""
 
-    steps: int = Field(default=150, ge=1)
+    steps: int = Field(default=250, ge=1)
     """Policy versions to train; one rollout batch each."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts of one rollout batch."""
@@ -18,7 +18,7 @@ class TrainingConfig(Section):
     """Optimizer steps per rollout batch; the batch is split by prompts."""
     micro_batch_sequences: int = Field(default=128, ge=1)
     """Sequences of one forward and backward pass; gradients accumulate over the batch."""
-    learning_rate: float = Field(default=2e-4, gt=0.0)
+    learning_rate: float = Field(default=3e-4, gt=0.0)
     """Peak AdamW learning rate."""
     warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up; constant afterwards."""

@@ -1,13 +1,15 @@
 """A finished run in a few numbers.
 
-``collapsed`` is a stated rule, the same for every method: the mean reward of the last tenth of the steps is below half
-of the first tenth's.
+``collapsed`` is a stated rule, the same for every method: the mean reward of the last steps is below half of that of the
+first.
 """
 
 import statistics
 from collections.abc import Iterable
 
 COLLAPSE_RATIO = 0.5
+REWARD_WINDOW = 10
+"""Steps at either end whose mean reward counts; fewer in a run of less than ten times as many."""
 
 
 def mean_of(rows: Iterable[dict[str, float]], key: str) -> float | None:
@@ -18,8 +20,8 @@ def mean_of(rows: Iterable[dict[str, float]], key: str) -> float | None:
 
 def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
     """Reward at both ends, gap, codeword mismatch, guidance bytes and median seconds per phase."""
-    tenth = max(1, len(rows) // 10)
-    start, end = mean_of(rows[:tenth], "reward"), mean_of(rows[-tenth:], "reward")
+    window = min(REWARD_WINDOW, max(1, len(rows) // 10))
+    start, end = mean_of(rows[:window], "reward"), mean_of(rows[-window:], "reward")
     phases = sorted({key for row in rows for key in row if key.startswith("seconds/")})
     diagnostics = sorted({key for row in rows for key in row if key.startswith("diag/")})
     return {
@@ -27,7 +29,7 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
         "reward_start": start,
         "reward_end": end,
         "reward_gain": end - start,
-        "reward_window_steps": tenth,
+        "reward_window_steps": window,
         "logprob_gap_mean": mean_of(rows, "gap_mean"),
         "logprob_gap_p99": mean_of(rows, "gap_p99"),
         "logprob_gap_max": max(row["gap_max"] for row in rows),

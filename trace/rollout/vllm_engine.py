@@ -205,10 +205,12 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        with _isolated(), self._aborting():
-            request_ids = [self._submit(sequence, params) for sequence in token_ids]
-            finished = self._run()
-        self._engine.collective_rpc("trace_score_temperature", args=(None,))
+        try:
+            with _isolated(), self._aborting():
+                request_ids = [self._submit(sequence, params) for sequence in token_ids]
+                finished = self._run()
+        finally:
+            self._engine.collective_rpc("trace_score_temperature", args=(None,))
         return [_prompt_logprobs(finished[external]) for external, _ in request_ids]
 
     def resident_weights(self) -> list[tuple[str, Tensor]]:
