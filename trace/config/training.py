@@ -8,7 +8,7 @@ from trace_rl.config.base import Section
 class TrainingConfig(Section):
     """Budget and hyperparameters, equal for every method of a suite."""
 
-    steps: int = Field(default=250, ge=1)
+    steps: int = Field(default=270, ge=1)
     """Policy versions to train; one rollout batch each."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts of one rollout batch."""

@@ -1,7 +1,7 @@
 """A finished run in a few numbers.
 
-``collapsed`` is a stated rule, the same for every method: the mean reward of the last steps is below half of that of the
-first.
+``collapsed`` is a stated rule, the same for every method: the mean reward of the last steps is below half of the first
+steps'.
 """
 
 import statistics
