@@ -102,7 +102,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: in
         digests={"identity": this.identity},
         tags={"method": method.name, "seed": str(seed), "quant_hash": this.rollout_quant.hash()},
     ) as tracker:
-        tracker.log_params({"method": method.model_dump(mode="json"), "training": config.training.model_dump()})
+        tracker.log_params({"method": method.model_dump(mode="json")})
         model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16)
         if state is not None and state.step == config.training.steps:
             print(f"{this.name}: all {state.step} steps are done; writing the outputs again")
