@@ -21,7 +21,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("trace", "kernels", "workflow", "config"):
+        for name in ("trace", "workflow", "config"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "Snakefile", folder)
         (folder / "import").mkdir()
