@@ -8,6 +8,7 @@ import yaml
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_suite
 from trace_rl.report.claims import Estimate, average, claims, parity, verdict
+from trace_rl.report.collect import by_task
 from trace_rl.report.document import write
 from trace_rl.report.page import PAPER, build
 
@@ -103,6 +104,15 @@ def test_average_pools_tasks_and_takes_the_larger_error(summary):
     assert both.mean == pytest.approx(0.70)
     assert both.stderr == pytest.approx(0.1)  # seeds differ by far more than the evaluation's own error
     assert average(summary, "absent", "fp4") is None
+
+
+def test_a_single_problem_resolves_nothing():
+    single = {"mean": 1.0, "stderr": None, "n": 1}
+    tasks = by_task({"executions": {"fp4": {"mini_math": single}, "bf16": {"mini_math": single | {"mean": 0.0}}}})
+    summary = {"methods": {"bf16": {"0": {"accuracy": tasks}}}}
+    difference = average(summary, "bf16", "fp4") - average(summary, "bf16", "bf16")
+    assert difference.mean == 1.0
+    assert verdict(difference, expected=1) == parity(difference) == "not resolved"
 
 
 def test_claims_follow_the_numbers(summary, paper):

