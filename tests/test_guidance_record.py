@@ -127,6 +127,12 @@ def test_two_bit_scales_stay_within_the_codes_range():
     recovered, _ = recover_scales(packed, 2, own)
     assert recovered.tolist()[0][:4] == [0, 1, 2, 3]
     assert recovered.tolist()[0][4:7] == [126, 125, 124]
+    # Three codes away it cannot be right, but it is never the code behind the largest, which is NaN.
+    far, _ = recover_scales(pack_scales(torch.tensor([[123]], dtype=torch.uint8), 2), 2, own.new_tensor([[126]]))
+    assert far.tolist() == [[123]]
+    # E8M0 goes on: 127 is 2^0.
+    one = torch.tensor([[127, 126]], dtype=torch.uint8)
+    assert recover_scales(pack_scales(one, 2), 2, one.flip(1), largest=254)[0].tolist() == one.tolist()
     with pytest.raises(UserError, match=r"guidance\.scale_bits is 4"):
         pack_scales(own, 4)
 

@@ -354,6 +354,12 @@ def test_trusted_helpers_replace_the_programs_own(sandbox: Sandbox):
     assert run_check(sandbox, "def scale(x):\n    return 2 * x\n", by_name, trusted=stub).passed
 
 
+def test_a_program_does_not_redefine_the_tests_built_ins(sandbox: Sandbox):
+    program = "def scale(x):\n    return 5.0\ndef abs(x):\n    return 0\ndef all(x):\n    return True\n"
+    for tests in ("assert abs(candidate(3) - 6) < 1e-6", "assert all([candidate(3) == 6])"):
+        assert not run_check(sandbox, program, f"def check(candidate):\n    {tests}\n").passed
+
+
 def test_exceptions_reach_the_tests_with_their_type(sandbox: Sandbox):
     tests = "def check(candidate):\n  try:\n    candidate(1)\n    assert False\n  except KeyError:\n    pass\n"
     assert run_check(sandbox, "def scale(x):\n    raise KeyError(x)\n", tests).passed

@@ -29,6 +29,7 @@ class MXFP4(Format):
 
     name = "mxfp4"
     block_size = 32
+    largest_scale = 254
 
     def __init__(self, rule: str = "rceil"):
         if rule not in RULES:

@@ -38,6 +38,7 @@ class NVFP4(Format):
 
     name = "nvfp4"
     block_size = 16
+    largest_scale = 126
     scale_max = E4M3_MAX
 
     def encode_scale(self, amax: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class Format(ABC):
 
     name: str
     block_size: int
+    largest_scale: int
+    """The largest block scale byte that is a number."""
 
     @abstractmethod
     def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:

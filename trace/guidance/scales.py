@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trace_rl.errors import UserError
 
-LARGEST_CODE = 126  # 448 in E4M3; 127 is NaN
+LARGEST_E4M3 = 126  # 448; 127 is NaN
 
 
 def packed_scale_bytes(num_blocks: int, scale_bits: int) -> int:
@@ -32,10 +32,13 @@ def pack_scales(block_scale: Tensor, scale_bits: int) -> Tensor:
     return (words | (words >> 6) | (words >> 12) | (words >> 18)).to(torch.uint8)
 
 
-def recover_scales(packed: Tensor, scale_bits: int, sigma_train: Tensor) -> tuple[Tensor, int]:
+def recover_scales(
+    packed: Tensor, scale_bits: int, sigma_train: Tensor, *, largest: int = LARGEST_E4M3
+) -> tuple[Tensor, int]:
     """(the rollout's block scales uint8 [..., blocks], number of blocks known to be uncertain).
 
-    sigma_train: the trainer's own scale codes, uint8 [..., blocks]. With 8 bits `packed` is returned and 0.
+    sigma_train: the trainer's own scale codes, uint8 [..., blocks]. largest: the format's largest scale code. With 8
+    bits `packed` is returned and 0.
     """
     _check(scale_bits)
     if scale_bits == 8:
@@ -44,10 +47,10 @@ def recover_scales(packed: Tensor, scale_bits: int, sigma_train: Tensor) -> tupl
     low = (packed.unsqueeze(-1) >> shifts).flatten(-2)[..., : sigma_train.shape[-1]] & 3
     own = sigma_train.to(torch.int16)
     delta = ((low - own + 1) & 3) - 1  # -1, 0, 1 or 2
-    uncertain = delta == 2
-    delta = torch.where(uncertain & (own + 2 > LARGEST_CODE), -2, delta)
-    recovered = torch.where(own + delta < 0, own + delta + 4, own + delta)
-    return recovered.to(torch.uint8), int(uncertain.sum())
+    recovered = own + delta
+    # Four codes on or back where there is no such code: below 0, and the NaN beyond the largest.
+    recovered = torch.where(recovered < 0, recovered + 4, torch.where(recovered > largest, recovered - 4, recovered))
+    return recovered.to(torch.uint8), int((delta == 2).sum())
 
 
 def recovery_failures(block_scale: Tensor, sigma_train: Tensor) -> int:

@@ -189,7 +189,9 @@ class Qat:
         guide, block_scale = state.layout.read(state.rows, layer, tensor)
         if spec.scale_bits != 8:
             _, own_scale, _ = self.fmt.quantize_codes(x, scale)
-            block_scale, detected = recover_scales(block_scale, spec.scale_bits, own_scale)
+            block_scale, detected = recover_scales(
+                block_scale, spec.scale_bits, own_scale, largest=self.fmt.largest_scale
+            )
             if state.collector is not None:
                 state.collector.on_scale_recovery(
                     layer=layer, tensor=tensor, recovered=block_scale, valid=state.valid, detected=detected

@@ -21,6 +21,7 @@ hundredth of that. One job at a time per Sandbox; open several to use more cores
 """
 
 import ast
+import builtins
 import json
 import os
 import select
@@ -315,9 +316,13 @@ def _decode_answer(line: str) -> Answer:
 
 
 def _function_names(source: str) -> list[str]:
-    """Names of the functions a program defines at top level; none when it does not parse."""
+    """Names of the functions a program defines at top level; none when it does not parse.
+
+    Not those of built-in functions: a program with an `abs` of its own must not decide what `abs` means to the tests.
+    """
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [name for name in names if not hasattr(builtins, name)]

@@ -151,7 +151,7 @@ def filter_system_calls():
     call("prctl", PR_SET_SECCOMP, 2, header, 0, 0)
 
 
-# --- plain values as text -------------------------------------------------------------------------------------------
+# --- plain values as text, and messages -----------------------------------------------------------------------------
 
 
 def encode_value(value, depth=0):
@@ -190,9 +190,6 @@ def decode_value(data):
     if kind == "bytes":
         return bytes.fromhex(content)
     raise ValueError("not an encoded value")
-
-
-# --- messages -------------------------------------------------------------------------------------------------------
 
 
 def read_exactly(descriptor, size):
@@ -247,7 +244,7 @@ class Lines:
         return line.decode("utf-8", "replace")
 
 
-# --- the two roles --------------------------------------------------------------------------------------------------
+# --- the two roles and their processes ------------------------------------------------------------------------------
 
 
 def describe(error):
@@ -339,9 +336,6 @@ def checker(tests, calls, replies, verdict, output_bytes):
     except BaseException as error:
         outcome["reason"] = describe(error)
     write_all(verdict, json.dumps(outcome).encode() + b"\n")
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
 
 
 def start(role, descriptors, limits, null):
