@@ -33,7 +33,7 @@ class EngineConfig(Section):
 class SamplingConfig(Section):
     """How responses are sampled; log-probabilities on both sides are at this temperature."""
 
-    temperature: float = Field(default=1.0, ge=0.0)
-    """Sampling temperature; 0 decodes greedily."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Sampling temperature of rollouts; evaluation is greedy."""
     max_new_tokens: int = Field(default=48, ge=1)
     """Longest response in tokens."""
