@@ -280,7 +280,7 @@ def stage_run(
             "digests": {**described, **(digests or {})},
         }
         client, experiment_id, uri = _connect(settings, paths)
-        parent = _find_or_create(client, experiment_id, identity={"run": config.run}, name=config.run, tags={})
+        parent = _parent(client, experiment_id, name=config.run)
         labels = {f"wildcard.{key}": value for key, value in wildcards.items()}
         labels |= {f"digest.{key}": value for key, value in identity["digests"].items()}
         labels |= {"rule": stage, "run": config.run, "mlflow.parentRunId": parent.info.run_id, "mlflow.runName": name}
@@ -322,9 +322,7 @@ def setup(config: ExperimentConfig, *, paths: RunPaths | None = None) -> bool:
 
     def connect() -> None:
         client, experiment_id, _ = _connect(config.tracking, paths)
-        parent = _find_or_create(
-            client, experiment_id, identity={"run": config.run}, name=config.run, tags={"run": config.run}
-        )
+        parent = _parent(client, experiment_id, name=config.run)
         run.open(client, run=parent)
         run.set_tags(_environment())
         run.log_dict(config.model_dump(mode="json"), "config.json")
@@ -384,6 +382,13 @@ def _connect(settings: TrackingConfig, paths: RunPaths) -> tuple["MlflowClient",
             with contextlib.closing(sqlite3.connect(database, timeout=BUSY_S)) as connection:
                 connection.execute("PRAGMA journal_mode=WAL")
     return client, experiment_id, uri
+
+
+def _parent(client: "MlflowClient", experiment_id: str, *, name: str) -> Any:
+    """The run that groups the jobs of an experiment; it does nothing itself, so it is always finished."""
+    parent = _find_or_create(client, experiment_id, identity={"run": name}, name=name, tags={"run": name})
+    client.set_terminated(parent.info.run_id, "FINISHED")
+    return parent
 
 
 def _find_or_create(
