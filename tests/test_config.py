@@ -146,3 +146,13 @@ def test_configuration_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_two_bit_scales_are_refused_for_fouroversix(tmp_path: Path) -> None:
+    text = (ROOT / "config/methods/trace.yaml").read_text()
+    assert "{bits: 1, layers: deeper_half}" in text
+    (tmp_path / "trace.yaml").write_text(text.replace("deeper_half}", "deeper_half, scale_bits: 2}"))
+    suite = {"methods": ["trace"], "methods_dir": str(tmp_path)}
+    assert load_suite(ExperimentConfig(suite=suite))["trace"].guidance.scale_bits == 2
+    with pytest.raises(UserError, match="fouroversix"):
+        load_suite(ExperimentConfig(suite=suite, format="fouroversix"))

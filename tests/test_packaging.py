@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -62,9 +63,10 @@ def test_locks_agree(repository: Path) -> None:
 
 
 def test_environment_is_the_lock(repository: Path) -> None:
+    # Of this folder alone: setuptools, once imported, puts the copies it carries on sys.path.
     installed = {
         canonicalize_name(item.metadata["Name"]): item.version.split("+")[0]
-        for item in importlib.metadata.distributions()
+        for item in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")])
     }
     pins = lock(repository / "requirements" / ("gpu.txt" if "vllm" in installed else "cpu.txt"))
     wrong = {name: (installed.get(name), version) for name, version in pins.items() if installed.get(name) != version}
