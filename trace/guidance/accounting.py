@@ -51,6 +51,7 @@ def plan(
     sequences: int = SEQUENCES_PER_STEP,
     tokens: int = TOKENS_PER_SEQUENCE,
     link_bytes_per_s: float = LINK_BYTES_PER_S,
+    block_size: int = 16,
 ) -> list[PlanRow]:
     """The byte table of a model: config is a config.json dict (or config object), spec the compact guidance."""
     dims = ModelDims.from_config(config)
@@ -59,8 +60,8 @@ def plan(
     totals = {}
     for label, guidance in (("full", FULL), ("compact", compact)):
         for part, tensors in (("activations", ("fc1",)), ("KV", ("k", "v"))):
-            rows.append(_per_token(f"{label}, {part}", guidance, dims, tensors))
-        totals[label] = bytes_per_token(guidance, dims)
+            rows.append(_per_token(f"{label}, {part}", guidance, dims, tensors, block_size))
+        totals[label] = bytes_per_token(guidance, dims, block_size=block_size)
     ratio = totals["full"] / totals["compact"]
     rows.append(PlanRow("full / compact", f"{totals['full']} B / {totals['compact']} B", ratio, "x"))
     link = f"at {link_bytes_per_s / 1e9:g} GB/s"
@@ -71,12 +72,12 @@ def plan(
         seconds = step_bytes / link_bytes_per_s
         rows.append(PlanRow(f"one RL step, {label}, {link}", f"{step_bytes} B", seconds, "s"))
     cheap = compact.model_copy(update={"scale_bits": 2})
-    rows.append(_per_token("compact, activations, 2-bit scales", cheap, dims, ("fc1",)))
+    rows.append(_per_token("compact, activations, 2-bit scales", cheap, dims, ("fc1",), block_size))
     return rows
 
 
-def _per_token(name: str, spec: GuidanceSpec, dims: ModelDims, tensors: tuple[str, ...]) -> PlanRow:
-    layout = RecordLayout.build(spec.model_copy(update={"tensors": tensors}), dims)
+def _per_token(name: str, spec: GuidanceSpec, dims: ModelDims, tensors: tuple[str, ...], block_size: int) -> PlanRow:
+    layout = RecordLayout.build(spec.model_copy(update={"tensors": tensors}), dims, block_size=block_size)
     layers = len({field.layer for field in layout.fields})
     values = sum(field.cols for field in layout.fields) // max(1, layers)
     formula = f"{layers}*{values}*({spec.bits} + {spec.scale_bits}/{layout.block_size})/8"

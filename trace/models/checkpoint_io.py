@@ -226,12 +226,12 @@ def build_manifest(info: CheckpointInfo, *, source: dict[str, Any]) -> dict[str,
     }
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:
     """Write JSON to a temporary file, fsync, rename: readers see the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w") as file:
-        json.dump(value, file, indent=1, sort_keys=True, allow_nan=False)
+        json.dump(value, file, indent=1, sort_keys=sort_keys, allow_nan=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -1,7 +1,9 @@
 """The paper's claims, each beside what this run measured, with a verdict that knows its own error bar.
 
 A verdict is ``same direction``, ``opposite direction`` or ``not resolved``: the last when the difference is within two
-standard errors of zero. "On par" is the same direction only when a loss of more than five points is excluded. Standard
+standard errors of zero. That is for accuracies; gaps, codewords, bytes and seconds come from so many tokens, or are
+exact, that their direction alone counts (``weaker``: the paper's direction, short of its number). "On par" is the same
+direction only when a loss of more than five points is excluded. Standard
 errors are those of the evaluation (binomial) or, with several seeds, of the seeds; the
 larger one counts. A claim whose methods are not in the suite is left out, never guessed.
 """

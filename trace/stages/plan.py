@@ -7,6 +7,7 @@ from the record layout that the engines write.
 from pathlib import Path
 from typing import Any
 
+from trace_rl import formats
 from trace_rl.config.checkpoint import ColdStart, LocalCheckpoint
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.paths import RunPaths
@@ -23,6 +24,7 @@ def run(config: ExperimentConfig) -> list[PlanRow]:
         model,
         sequences=training.prompts_per_step * training.samples_per_prompt,
         tokens=config.engine.max_model_len,
+        block_size=formats.get(config.format).block_size,
     )
     batch = f"{training.prompts_per_step} prompts x {training.samples_per_prompt} samples"
     length = f"at most {config.engine.max_model_len} tokens"

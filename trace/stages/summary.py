@@ -16,7 +16,7 @@ TABLE_WIDTH = 120
 def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
     """Write ``summary.json`` and print the table."""
     summary = collect(paths, methods=methods, seeds=config.suite.seeds)
-    write_json(paths.summary, summary)
+    write_json(paths.summary, summary, sort_keys=False)  # methods in the suite's order
     Console(width=TABLE_WIDTH).print(summary_table(summary))
 
 
