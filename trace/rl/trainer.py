@@ -178,6 +178,11 @@ class Trainer:
             self.method.guidance,
             record_experts=self.method.router_replay == "r3",
         )
+        if (batch.recording, batch.quant_hash) != (self.method.guidance, self.engine.quant.hash()):
+            raise RuntimeError(
+                f"batch {index}: recorded {batch.recording} under quantization {batch.quant_hash}, the method trains "
+                f"on {self.method.guidance} under {self.engine.quant.hash()}"
+            )
         for phase, seconds in batch.seconds.items():
             watch.add(phase, seconds)
         with watch.phase("reward"):

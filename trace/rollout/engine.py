@@ -56,6 +56,16 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, sampling: Sampling, max_m
             )
 
 
+def check_recording(recording: GuidanceSpec, *, quant: QuantSpec) -> None:
+    """Raise UserError when ``recording`` names a tensor that an engine with ``quant`` keeps in BF16."""
+    for tensor, quantized in (("fc1", quant.activations), ("k", quant.kv), ("v", quant.kv)):
+        if tensor in recording.tensors and not quantized:
+            raise UserError(
+                f"guidance.tensors has {tensor!r}, which this engine keeps in BF16; remove it or switch "
+                f"quant.{'activations' if tensor == 'fc1' else 'kv'} on"
+            )
+
+
 class RolloutEngine(Protocol):
     """A policy that samples, records, scores, and takes new weights in place."""
 

@@ -27,7 +27,7 @@ from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.qat.attach import Qat, attach
 from trace_rl.qat.attention import flatten_heads, quantize_heads
-from trace_rl.rollout.engine import Sampling, check_prompts, sample_seed
+from trace_rl.rollout.engine import Sampling, check_prompts, check_recording, sample_seed
 from trace_rl.trajectory import RolloutBatch, Trajectory
 
 
@@ -116,11 +116,11 @@ class TorchEngine:
     ) -> RolloutBatch:
         """Sample ``sampling.n`` responses per prompt, in batches of ``max_num_seqs``."""
         check_prompts(prompts, sampling=sampling, max_model_len=self.config.max_model_len)
+        if recording is not None:
+            check_recording(recording, quant=self.quant)
         layout = (
             None if recording is None else RecordLayout.build(recording, self.dims, block_size=self.qat.fmt.block_size)
         )
-        if layout is not None and not (self.quant.activations or self.quant.kv):
-            raise UserError("recording guidance needs an engine that quantizes activations or KV; this one is BF16")
         started = time.perf_counter()
         requests = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
         trajectories: list[Trajectory] = []

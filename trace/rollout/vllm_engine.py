@@ -31,7 +31,7 @@ from trace_rl.config.rollout import EngineConfig
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.record import ModelDims, RecordLayout
-from trace_rl.rollout.engine import Sampling, check_prompts, sample_seed
+from trace_rl.rollout.engine import Sampling, check_prompts, check_recording, sample_seed
 from trace_rl.rollout.vllm_plugin import LOAD_FORMAT, QUANTIZATION, SUPPORTED_VERSIONS, installed_version
 from trace_rl.trajectory import RolloutBatch, Trajectory
 
@@ -233,20 +233,12 @@ class VllmEngine:
         if self._recording == (recording, record_experts):
             return
         if recording is not None:
-            self._check_recordable(recording)
+            check_recording(recording, quant=self.quant)
         block_size = formats.get(self.quant.format).block_size
         layout = None if recording is None else RecordLayout.build(recording, self.dims, block_size=block_size)
         self._reset_prefix_cache()
         self._engine.collective_rpc("trace_record", args=(layout, record_experts))
         self._recording = (recording, record_experts)
-
-    def _check_recordable(self, recording: GuidanceSpec) -> None:
-        for tensor, quantized in (("fc1", self.quant.activations), ("k", self.quant.kv), ("v", self.quant.kv)):
-            if tensor in recording.tensors and not quantized:
-                raise UserError(
-                    f"guidance.tensors has {tensor!r}, which this engine keeps in BF16; remove it or switch "
-                    f"quant.{'activations' if tensor == 'fc1' else 'kv'} on"
-                )
 
     def _reset_prefix_cache(self) -> None:
         assert self._engine.reset_prefix_cache(), "prefix cache in use outside of a call"

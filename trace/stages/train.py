@@ -22,7 +22,7 @@ from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import RlMethod, Scopes
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import QuantSpec
-from trace_rl.config.stages import code_digest
+from trace_rl.config.stages import code_digest, method_json
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import validate_checkpoint
 from trace_rl.qat.attach import attach
@@ -138,6 +138,7 @@ def train(
             trainer.restore(state)
             print(f"{this.name}: continuing after step {state.step}")
         log.truncate(steps=trainer.step_index)
+        tracker.log_step_metrics(log.rows())  # those a kill kept from MLflow; stored steps are skipped
         engine.load_policy(trainer.policy_tensors(), trainer.step_index)
         loop(this, trainer=trainer, tokenizer=tokenizer, log=log, tracker=tracker)
     finally:
@@ -238,7 +239,7 @@ def run_identity(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod,
     return digest_of(
         {
             "sections": {name: dumped[name] for name in IDENTITY_SECTIONS},
-            "method": method.model_dump(mode="json"),
+            "method": method_json(method),
             "seed": seed,
             "code": code_digest("train"),
             "checkpoint": json.loads((paths.checkpoint / "manifest.json").read_text()),

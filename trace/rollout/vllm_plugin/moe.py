@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.utils import set_weight_attrs
 
 from trace_rl.errors import UserError
+from trace_rl.rollout.vllm_plugin import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from trace_rl.rollout.vllm_plugin.quantization import TraceConfig
@@ -40,6 +42,8 @@ class TraceMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         if moe.has_bias or not moe.is_act_and_mul or moe.swiglu_limit is not None:
             raise UserError(f"layer {layer_id}: experts with biases, a clamp or without a gate are not supported")
+        if config.packed and get_current_vllm_config().load_config.load_format != LOAD_FORMAT:
+            raise UserError(f"packed expert weights are read by load_format {LOAD_FORMAT!r} only; pass it to vLLM")
         if moe.moe_parallel_config.tp_size > 1 or moe.moe_parallel_config.use_ep:
             raise UserError("FP4 experts run on one device; set engine.tensor_parallel_size to 1")
         self.format = config.format
