@@ -102,7 +102,7 @@ def test_no_environment_no_home_no_processes_no_data(sandbox: Sandbox, tmp_path:
 import os
 seen = dict(os.environ)
 private = ({str(tmp_path / "expected.json")!r}, '/etc/passwd', '/proc/1', '/proc/self/fd', '/sys/kernel', '/home',
-           '/root/.ssh', {os.getcwd()!r} + '/pyproject.toml')
+           {str(Path.home())!r} + '/.ssh', {os.getcwd()!r} + '/pyproject.toml')
 exists = [path for path in private if os.path.exists(path)]
 return {SECRET!r} in seen, exists
 """
