@@ -312,7 +312,8 @@ def bench_table(bench: dict[str, Any]) -> Table:
     return Table(
         ("rollout", "output tokens", "tokens/s, median (min–max)", "ratio to BF16", "guidance bytes per token"),
         rows,
-        "Rollout engine, one thread; FP4 is emulated, so it costs time here and saves it on FP4 hardware.",
+        "Rollout engine, one thread; FP4 is emulated, so it costs time here and saves it on FP4 hardware. BF16 is the "
+        "same engine with quantization off; stock vLLM prepacks its weights, which is faster, and cannot be refitted.",
     )
 
 
