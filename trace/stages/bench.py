@@ -1,19 +1,33 @@
-"""Stage ``bench rollout``: tokens per second and bytes of the engine, by precision, recording and output length.
+"""Stage ``bench rollout``: tokens per second and bytes of the engine, by precision, recording, batch and output length.
 
 Modes: ``bf16``; ``fp4`` (weights, activations, KV); ``fp4 + compact`` (1 bit, deeper half); ``fp4 + full`` (whole
 codes, all layers). Every sequence is forced to its length. One engine is open at a time, so BF16 is measured before
-*and* after FP4, and the FP4 modes alternate within each repetition; a machine that slows down shows in the spread. The
-first generation of each mode and length is a warm-up and not counted.
+*and* after FP4, and the FP4 modes take turns within each repetition, forwards and backwards, so a machine that slows
+down shows in the spread. The first generation of each mode, batch and length is a warm-up and not counted.
+
+The cost of recording is smaller than that spread. It is measured in more repetitions, as
+
+    percent = 100 * (seconds with recording / seconds without, in the same repetition - 1)
+
+and stated as the median with its 95 % interval (order statistics, no distribution assumed), once for decoding (the
+longest output) and once for prefilling (long prompts, one new token); in wall time and in the process's CPU time,
+which does not see other programs take the core.
+
+Easy to get wrong: switching the recording empties the prefix cache and allocates a new record. In training that
+happens once, here before every generation: it is done outside of the timed call, by an untimed one.
 
 FP4 is emulated: operands are rounded to FP4 and multiplied in BF16. So speed shows what emulation and recording cost
 here, never what FP4 hardware gains; the byte columns are exact for both.
 """
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +43,7 @@ from trace_rl.guidance.record import ModelDims
 from trace_rl.models.checkpoint_io import iterate_tensors, read_json, write_json
 from trace_rl.models.scopes import is_expert_weight
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
-from trace_rl.stages.measure import environment
+from trace_rl.stages.measure import environment, spread
 from trace_rl.stages.rl_prompts import first_prompts
 
 SEED = 1 << 42
@@ -40,26 +54,61 @@ RECORDINGS: dict[str, GuidanceSpec | None] = {
     "fp4 + full": FULL,
 }
 
+PREFILL_TOKENS = 256
+"""Longest prompt of the prefill workload, as far as ``engine.max_model_len`` allows it."""
+CONFIDENCE = 0.95
+
 Timings = dict[tuple[str, int], list[float]]
 """Seconds of every repetition by (mode, output length)."""
 
 
-def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
+class Elapsed(NamedTuple):
+    """One generate() call."""
+
+    wall_s: float
+    cpu_s: float
+    """Of the whole process, all threads."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts generated together, each to ``output_length`` new tokens."""
+
+    name: str
+    prompts: list[list[int]]
+    output_length: int
+
+
+@dataclass
+class Measured:
+    """What the engines are timed for."""
+
+    timings: dict[int, Timings] = field(default_factory=dict)
+    """By number of sequences."""
+    costs: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the recording's cost."""
+
+
+def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
     """Measure and write ``rollout.json``; returns its content."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     started = time.perf_counter()
-    bench = config.bench
     with tracking.stage_run(config, stage="bench", paths=paths) as tracker:
         prompts = bench_prompts(config, paths)
-        timings: Timings = {}
+        measured = Measured()
         for quant in (BF16, QuantSpec(format=config.format), BF16):
-            measure(config, paths, quant=quant, prompts=prompts, timings=timings)
+            measure(config, paths, quant=quant, prompts=prompts, measured=measured)
         sizes = byte_sizes(paths.checkpoint, format_name=config.format)
         result = {
-            "rows": throughput_rows(timings, num_sequences=bench.num_sequences, sizes=sizes),
+            "rows": [
+                row | {"prompt_tokens": num_tokens(prompts[:batch])}
+                for batch, timings in measured.timings.items()
+                for row in throughput_rows(timings, num_sequences=batch, sizes=sizes)
+            ],
+            "recording_cost": measured.costs,
             "bytes": sizes,
-            "num_sequences": bench.num_sequences,
-            "prompt_tokens": sum(map(len, prompts)),
+            "num_sequences": config.bench.num_sequences,
+            "prompt_tokens": num_tokens(prompts[: config.bench.num_sequences]),
             "format": config.format,
             "engine": config.engine.name,
             "environment": environment(),
@@ -67,24 +116,57 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         }
         write_json(paths.bench_rollout, result)
         tracker.log_artifact(paths.bench_rollout)
-        tracker.log_metrics(
-            {f"{row['mode']}/{row['output_length']}": row["tokens_per_s"]["median"] for row in result["rows"]}
-        )
+        tracker.log_metrics(metrics(result))
     print(throughput_table(result))
     return result
 
 
+def batch_sizes(config: ExperimentConfig) -> list[int]:
+    """Numbers of sequences generated together."""
+    return list(getattr(config.bench, "batch_sizes", [config.bench.num_sequences]))
+
+
+def cost_repeats(config: ExperimentConfig) -> int:
+    """Repetitions that the cost of recording is measured in."""
+    return getattr(config.bench, "cost_repeats", config.bench.repeats)
+
+
 def bench_prompts(config: ExperimentConfig, paths: RunPaths) -> list[list[int]]:
-    """``bench.num_sequences`` prompts, repeated from the RL set when it is smaller; UserError for too long outputs."""
+    """Prompts of the largest batch, repeated from the RL set when it is smaller; UserError for what does not fit."""
     longest = max(config.bench.output_lengths)
-    prompts = first_prompts(paths.checkpoint, data=paths.data, most=config.bench.num_sequences)
+    most = max(*batch_sizes(config), config.bench.num_sequences)
+    if most > config.engine.max_num_seqs:
+        raise UserError(
+            f"bench generates {most} sequences together, the engine decodes at most engine.max_num_seqs "
+            f"{config.engine.max_num_seqs}; lower the number in bench or raise max_num_seqs"
+        )
+    prompts = first_prompts(paths.checkpoint, data=paths.data, most=most)
     room = config.engine.max_model_len - max(map(len, prompts))
     if longest > room:
         raise UserError(
             f"bench.output_lengths has {longest}, but a prompt of {max(map(len, prompts))} tokens leaves {room} in "
             f"engine.max_model_len {config.engine.max_model_len}; lower the length or raise max_model_len"
         )
-    return [prompts[index % len(prompts)] for index in range(config.bench.num_sequences)]
+    return [prompts[index % len(prompts)] for index in range(most)]
+
+
+def cost_workloads(config: ExperimentConfig, prompts: Sequence[list[int]]) -> list[Workload]:
+    """``bench.num_sequences`` prompts with the longest output, and as many long prompts with one new token."""
+    prompts = list(prompts[: config.bench.num_sequences])
+    length = min(PREFILL_TOKENS, config.engine.max_model_len - 1)
+    text = [token for prompt in prompts for token in prompt]
+    # Each starts with another prompt, so that none finds the beginning of another one in the prefix cache.
+    starts = [num_tokens(prompts[:index]) for index in range(len(prompts))]
+    long_prompts = [[text[(start + offset) % len(text)] for offset in range(length)] for start in starts]
+    return [
+        Workload("decode", prompts, max(config.bench.output_lengths)),
+        Workload("prefill", long_prompts, 1),
+    ]
+
+
+def num_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of all prompts."""
+    return sum(map(len, prompts))
 
 
 def measure(
@@ -92,50 +174,81 @@ def measure(
     paths: RunPaths,
     *,
     quant: QuantSpec,
-    prompts: Sequence[Sequence[int]],
-    timings: Timings,
+    prompts: Sequence[list[int]],
+    measured: Measured,
 ) -> None:
-    """Open one engine, warm every mode and length up, then time the repetitions, modes alternating."""
+    """Open one engine and time every batch and length, and with FP4 the cost of recording."""
     scales = StaticScales.load(paths.scales) if quant.enabled else None
     modes = [mode for mode in RECORDINGS if (mode != "bf16") == quant.enabled]
     engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
     try:
-        for length in config.bench.output_lengths:
-            for mode in modes:
-                timed_generate(engine, prompts, mode=mode, length=length)
-            for _ in range(config.bench.repeats):
-                for mode in modes:
-                    seconds = timed_generate(engine, prompts, mode=mode, length=length)
-                    timings.setdefault((mode, length), []).append(seconds)
+        for batch in batch_sizes(config):
+            timings = measured.timings.setdefault(batch, {})
+            for length in config.bench.output_lengths:
+                workload = Workload("decode", list(prompts[:batch]), length)
+                for mode, elapsed in take_turns(engine, workload, modes=modes, repeats=config.bench.repeats).items():
+                    timings.setdefault((mode, length), []).extend(each.wall_s for each in elapsed)
+        if quant.enabled and cost_repeats(config):
+            for workload in cost_workloads(config, prompts):
+                by_mode = take_turns(engine, workload, modes=modes, repeats=cost_repeats(config))
+                measured.costs += cost_rows(workload, by_mode)
     finally:
         engine.close()
 
 
-def timed_generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], *, mode: str, length: int) -> float:
-    """Wall seconds of one generate() call, gathering of the record included; routing is recorded in every mode."""
+def take_turns(
+    engine: RolloutEngine, workload: Workload, *, modes: Sequence[str], repeats: int
+) -> dict[str, list[Elapsed]]:
+    """Every mode once in each repetition, in one order and the next time in the reverse; after a warm-up of each."""
+    for mode in modes:
+        timed_generate(engine, workload, mode=mode)
+    elapsed: dict[str, list[Elapsed]] = {mode: [] for mode in modes}
+    for index in range(repeats):
+        for mode in modes if index % 2 == 0 else reversed(modes):
+            elapsed[mode].append(timed_generate(engine, workload, mode=mode))
+    return elapsed
+
+
+def timed_generate(engine: RolloutEngine, workload: Workload, *, mode: str) -> Elapsed:
+    """One generate() call, gathering of the record included; routing is recorded in every mode."""
+    recording, length = RECORDINGS[mode], workload.output_length
+    switch_recording(engine, recording, token=workload.prompts[0][0])
     sampling = Sampling(temperature=1.0, max_new_tokens=length, seed=SEED, ignore_eos=True)
-    started = time.perf_counter()
-    batch = engine.generate(prompts, sampling, RECORDINGS[mode])
-    seconds = time.perf_counter() - started
+    started, started_cpu = time.perf_counter(), time.process_time()
+    batch = engine.generate(workload.prompts, sampling, recording)
+    elapsed = Elapsed(time.perf_counter() - started, time.process_time() - started_cpu)
     assert all(t.num_tokens - t.prompt_len == length for t in batch.trajectories), "a sequence stopped early"
-    return seconds
+    if batch.stats.get("preemptions"):
+        raise UserError(
+            f"bench: {len(workload.prompts)} sequences do not fit into the KV cache together; raise "
+            "engine.kv_cache_gib or generate fewer"
+        )
+    return elapsed
 
 
-def throughput_rows(timings: Timings, *, num_sequences: int, sizes: dict[str, float]) -> list[dict[str, object]]:
-    """One row per mode and length: median, smallest and largest rate of new tokens, ratio to BF16, bytes."""
-    rates = {key: sorted(num_sequences * key[1] / seconds for seconds in measured) for key, measured in timings.items()}
+def switch_recording(engine: RolloutEngine, recording: GuidanceSpec | None, *, token: int) -> None:
+    """Let the engine record as asked, its prefix cache empty in every mode: it is emptied by any switch."""
+    one = Sampling(temperature=1.0, max_new_tokens=1, seed=SEED, ignore_eos=True)
+    for record_experts in (False, True):
+        engine.generate([[token]], one, recording, record_experts=record_experts)
+
+
+def throughput_rows(timings: Timings, *, num_sequences: int, sizes: dict[str, float]) -> list[dict[str, Any]]:
+    """One row per mode and length: rate of new tokens, ratio to BF16, cost of recording, bytes."""
     rows = []
-    for (mode, length), values in sorted(
-        rates.items(), key=lambda item: (item[0][1], list(RECORDINGS).index(item[0][0]))
-    ):
-        median = statistics.median(values)
-        fp4 = mode != "bf16"
+    for mode, length in sorted(timings, key=lambda key: (key[1], list(RECORDINGS).index(key[0]))):
+        seconds, fp4 = timings[mode, length], mode != "bf16"
+        rate = spread([num_sequences * length / value for value in seconds])
+        bf16 = statistics.median(num_sequences * length / value for value in timings["bf16", length])
+        recorded = RECORDINGS[mode] is not None
         rows.append(
             {
                 "mode": mode,
+                "num_sequences": num_sequences,
                 "output_length": length,
-                "tokens_per_s": {"median": median, "min": values[0], "max": values[-1], "n": len(values)},
-                "ratio_to_bf16": median / statistics.median(rates["bf16", length]),
+                "tokens_per_s": rate,
+                "ratio_to_bf16": rate["median"] / bf16,
+                "recording_percent": paired_cost(timings["fp4", length], seconds) if recorded else None,
                 "guidance_bytes_per_token": sizes[f"guidance_per_token_{mode}"],
                 "kv_bytes_per_token": sizes["kv_per_token_fp4" if fp4 else "kv_per_token_bf16"],
                 "expert_weight_bytes": sizes["expert_weights_fp4" if fp4 else "expert_weights_bf16"],
@@ -143,6 +256,60 @@ def throughput_rows(timings: Timings, *, num_sequences: int, sizes: dict[str, fl
             }
         )
     return rows
+
+
+def cost_rows(workload: Workload, by_mode: dict[str, list[Elapsed]]) -> list[dict[str, Any]]:
+    """One row per recording: what it adds to the time of ``fp4``, in percent."""
+    plain = by_mode["fp4"]
+    return [
+        {
+            "workload": workload.name,
+            "mode": mode,
+            "num_sequences": len(workload.prompts),
+            "prompt_tokens": num_tokens(workload.prompts),
+            "output_length": workload.output_length,
+            "wall_percent": paired_cost([a.wall_s for a in plain], [b.wall_s for b in elapsed]),
+            "cpu_percent": paired_cost([a.cpu_s for a in plain], [b.cpu_s for b in elapsed]),
+        }
+        for mode, elapsed in by_mode.items()
+        if RECORDINGS[mode] is not None
+    ]
+
+
+def paired_cost(plain_s: Sequence[float], recorded_s: Sequence[float]) -> dict[str, float | None]:
+    """Percent that recording adds within a repetition: median, ``low`` and ``high`` of its interval, min, max, n."""
+    percent = [100 * (recorded / plain - 1) for plain, recorded in zip(plain_s, recorded_s, strict=True)]
+    low, high = median_interval(percent) or (None, None)
+    return {**spread(percent), "low": low, "high": high}
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The narrowest pair of values, equally far from both ends, that holds the median with ``CONFIDENCE``.
+
+    A value is below the true median with probability 1/2, so the k-th smallest of n exceeds it with that of fewer
+    than k heads in n throws. Fewer than 6 values hold nothing with 95 %: None.
+    """
+    ordered, n = sorted(values), len(values)
+    best, fewer_heads = None, 0.0
+    for k in range((n + 1) // 2):
+        fewer_heads += math.comb(n, k) / 2**n
+        if 2 * fewer_heads > 1 - CONFIDENCE:
+            break
+        best = (ordered[k], ordered[n - 1 - k])
+    return best
+
+
+def metrics(result: dict[str, Any]) -> dict[str, float]:
+    """Medians by name: rates by mode, batch and length; costs of recording by workload and mode."""
+    rates = {
+        f"{row['mode']}/{row['num_sequences']}x{row['output_length']}": row["tokens_per_s"]["median"]
+        for row in result["rows"]
+    }
+    costs = {
+        f"recording_percent/{row['workload']}/{row['mode']}": row["wall_percent"]["median"]
+        for row in result["recording_cost"]
+    }
+    return rates | costs
 
 
 def byte_sizes(checkpoint: Path, *, format_name: str) -> dict[str, float]:
@@ -165,18 +332,33 @@ def byte_sizes(checkpoint: Path, *, format_name: str) -> dict[str, float]:
     return sizes
 
 
-def throughput_table(result: dict[str, object]) -> str:
+def throughput_table(result: dict[str, Any]) -> str:
     """What the stage prints."""
-    lines = [f"{'mode':15}{'length':>7}{'tokens/s':>10}{'min - max':>17}{'ratio':>7}{'guidance B/token':>18}"]
+    lines = [
+        f"{'mode':15}{'batch':>6}{'length':>7}{'tokens/s':>10}{'min - max':>17}{'ratio':>7}{'guidance B/token':>18}"
+    ]
     for row in result["rows"]:
         rate = row["tokens_per_s"]
-        spread = f"{rate['min']:.0f} - {rate['max']:.0f}"
+        between = f"{rate['min']:.0f} - {rate['max']:.0f}"
         lines.append(
-            f"{row['mode']:15}{row['output_length']:7}{rate['median']:10.0f}{spread:>17}"
+            f"{row['mode']:15}{row['num_sequences']:6}{row['output_length']:7}{rate['median']:10.0f}{between:>17}"
             f"{row['ratio_to_bf16']:7.2f}{row['guidance_bytes_per_token']:18}"
+        )
+    for row in result["recording_cost"]:
+        what = f"{row['workload']}, {row['num_sequences']} sequences"
+        lines.append(
+            f"recording, {row['mode']}, {what}: {percent_text(row['wall_percent'])} of the time of fp4, "
+            f"{percent_text(row['cpu_percent'])} of its CPU time"
         )
     sizes = result["bytes"]
     kv = f"KV {sizes['kv_per_token_bf16']:.0f} -> {sizes['kv_per_token_fp4']:.0f} bytes per token"
     experts = f"{sizes['expert_weights_bf16'] / 2**20:.2f} -> {sizes['expert_weights_fp4'] / 2**20:.2f} MiB"
     lines.append(f"FP4 is emulated. Stored as FP4: {kv}, experts {experts}")
     return "\n".join(lines)
+
+
+def percent_text(cost: dict[str, Any]) -> str:
+    """Median with its 95 % interval, or with smallest and largest when there are too few repetitions."""
+    if cost["low"] is None:
+        return f"{cost['median']:+.1f} % (min {cost['min']:+.1f}, max {cost['max']:+.1f}, n {cost['n']})"
+    return f"{cost['median']:+.1f} % ({cost['low']:+.1f} to {cost['high']:+.1f}, n {cost['n']})"
