@@ -42,6 +42,7 @@ Overrides = Annotated[
 ]
 Method = Annotated[str, typer.Option("--method", "-m", metavar="NAME", help="A method of suite.methods.")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="A seed of suite.seeds.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")]
 
 CONFIG = "config/config.yaml"
 RESULTS = Path("results")
@@ -193,6 +194,70 @@ def bench_rollout(config: Config = CONFIG, results: Results = RESULTS, overrides
     from trace_rl.stages import bench
 
     bench.run(experiment, paths)
+
+
+@bench_app.command("step")
+def bench_step(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Time one RL step by phase.
+
+    For each method of bench.step_methods, on the run's own policy and prompts; and what guidance adds over qat.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import bench_step
+
+    bench_step.run(experiment, paths)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    json_file: JsonFile = None,
+    threads: Annotated[
+        str, typer.Option("--threads", metavar="N,...", help="Numbers of threads, each in a process of its own.")
+    ] = "1,2",
+    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Tokens of the large shape.")] = 4096,
+    cols: Annotated[int, typer.Option("--cols", metavar="N", help="Columns of the large shape.")] = 2048,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu or cuda; without it, cuda where there is one.")
+    ] = None,
+) -> None:
+    """Time the quantization kernels beside a copy.
+
+    Against torchao, vLLM's reference and torch.compile; needs no checkpoint.
+    """
+    from trace_rl.stages import bench_kernels
+
+    bench_kernels.run(json_file, threads=threads, rows=rows, cols=cols, device=device)
+
+
+@bench_app.command("moe")
+def bench_moe(json_file: JsonFile = None) -> None:
+    """Time 4-bit expert weights against BF16.
+
+    On memory-bound mixture-of-experts layers; needs no checkpoint.
+    """
+    from trace_rl.stages import bench_moe
+
+    bench_moe.run(json_file)
+
+
+@bench_app.command("model")
+def bench_model(
+    model: Annotated[
+        list[Path] | None, typer.Option("--model", metavar="FILE", help="A model's config.json; repeatable.")
+    ] = None,
+    hardware: Annotated[
+        list[str] | None, typer.Option("--hardware", metavar="NAME", help="A known device; repeatable.")
+    ] = None,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option("--measured", metavar="FILE", help="JSON of another benchmark to compare with; repeatable."),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Predict decoding speed from bytes and FLOPs."""
+    from trace_rl.stages import bench_model
+
+    bench_model.run(model, hardware, json_file, measured or [])
 
 
 @app.command()

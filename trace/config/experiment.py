@@ -89,7 +89,7 @@ class EvaluateConfig(Section):
 
 
 class BenchConfig(Section):
-    """Rollout benchmark."""
+    """Benchmarks of the rollout (``trace-rl bench rollout``) and of the RL step (``trace-rl bench step``)."""
 
     num_sequences: int = Field(default=64, ge=1)
     """Sequences generated together."""
@@ -97,6 +97,14 @@ class BenchConfig(Section):
     """Output lengths, in tokens; every sequence is forced to this length."""
     repeats: int = Field(default=3, ge=1)
     """Timed repetitions; the median is reported with the spread."""
+    step_methods: tuple[str, ...] = Field(default=("bf16", "qat", "trace", "trace_full"), min_length=1)
+    """Methods whose RL step is timed; what guidance costs is counted over ``qat``."""
+    step_rounds: int = Field(default=2, ge=1)
+    """Rounds of the methods, in turn; each opens every method in a process of its own."""
+    step_warmup: int = Field(default=3, ge=1)
+    """Steps that a method runs before it is timed."""
+    step_repeats: int = Field(default=8, ge=1)
+    """Timed steps of each method and round."""
 
 
 class TrackingConfig(Section):

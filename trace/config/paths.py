@@ -67,6 +67,23 @@ class RunPaths:
         return self.base / "bench" / "rollout.json"
 
     @property
+    def bench_step(self) -> Path:
+        return self.base / "bench" / "step.json"
+
+    @property
+    def bench_kernels(self) -> Path:
+        return self.base / "bench" / "kernels.json"
+
+    @property
+    def bench_moe(self) -> Path:
+        return self.base / "bench" / "moe.json"
+
+    @property
+    def bench_model(self) -> Path:
+        """The analytic decode model beside what the other benchmarks measured."""
+        return self.base / "bench" / "model.json"
+
+    @property
     def summary(self) -> Path:
         return self.base / "summary.json"
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from trace_rl.config.base import digest_of
-from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.experiment import BenchConfig, ExperimentConfig
+from trace_rl.config.load import load_method
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.errors import UserError
 
@@ -31,6 +32,8 @@ PACKAGE = "trace_rl"
 # travel together because a validator compares them. `train` carries what its inputs were made with, too, because a
 # training run is identified by it.
 _ROLLOUT = ("run", "format", "engine", "sampling")
+_BENCH_STEP = tuple(f"bench.{name}" for name in BenchConfig.model_fields if name.startswith("step_"))
+_BENCH_ROLLOUT = tuple(f"bench.{name}" for name in BenchConfig.model_fields if not name.startswith("step_"))
 SECTIONS: dict[str, tuple[str, ...]] = {
     "data": ("run", "data"),
     "checkpoint": ("run", "checkpoint", "data"),
@@ -39,7 +42,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "parity": (*_ROLLOUT, "parity"),
     "train": (*_ROLLOUT, "checkpoint", "data", "calibrate", "training", "suite.methods_dir"),
     "quantize": ("run", "format", "suite.methods_dir"),
-    "bench": (*_ROLLOUT, "data", "bench"),
+    "bench": (*_ROLLOUT, "data", *_BENCH_ROLLOUT),
+    "bench_step": (*_ROLLOUT, "training", "suite.methods_dir", *_BENCH_STEP),
     "evaluate": (*_ROLLOUT, "evaluate", "suite.methods_dir"),
     "summary": ("run", "suite"),
     "report": ("run", "format", "suite"),
@@ -73,6 +77,12 @@ def canonical_json(value: Any) -> str:
 def method_json(method: RlMethod | PtqMethod) -> str:
     """A method's content without what no stage computes with, so that rewording a description retrains nothing."""
     return canonical_json(method.model_dump(mode="json", exclude={"description", "source", "departures"}))
+
+
+def step_methods_json(config: ExperimentConfig) -> list[str]:
+    """What the methods say whose RL step is timed; they need not be in the suite."""
+    folder = Path(config.suite.methods_dir)
+    return [method_json(load_method(folder / f"{name}.yaml")) for name in config.bench.step_methods]
 
 
 @cache
