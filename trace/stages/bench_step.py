@@ -65,6 +65,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     started = time.perf_counter()
     methods = step_methods(config)
+    read_jsonl(paths.data / "rl.jsonl")  # what is missing is said before a process starts
     with tracking.stage_run(config, stage="bench_step", paths=paths) as tracker:
         found = environment()
         rounds: Rounds = {name: [] for name in methods}
