@@ -83,6 +83,10 @@ def test_linear_state_of_the_35b() -> None:
     assert QWEN35.state_bytes == 30 * per_layer
 
 
+def test_linear_state_of_the_2_4t_is_what_a_serving_planner_states() -> None:
+    assert ARCHS["Qwen3.8-2.4T-A95B"].state_bytes == 587_292_672  # github.com/ai-dynamo/aiconfigurator/pull/1573
+
+
 def test_one_sequence_reads_the_active_weights() -> None:
     step = decode_step(QWEN35, BF16, batch=1, context=1000)
     read = step.part("dense").num_bytes + step.part("experts").num_bytes
