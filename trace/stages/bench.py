@@ -9,9 +9,10 @@ The cost of recording is smaller than that spread. It is measured in more repeti
 
     percent = 100 * (seconds with recording / seconds without, in the same repetition - 1)
 
-and stated as the median with its 95 % interval (order statistics, no distribution assumed), once for decoding (the
-longest output) and once for prefilling (long prompts, one new token); in wall time and in the process's CPU time,
-which does not see other programs take the core.
+and stated as the median with its 95 % interval (order statistics, no distribution assumed), beside the ratio of the
+fastest repetitions, once for decoding (the longest output) and once for prefilling (long prompts, one new token); in
+wall time and in the process's CPU time, which does not see other programs take the core. On a machine that does other
+work the interval is wider than any target; ``environment.load`` says whether it did.
 
 Easy to get wrong: switching the recording empties the prefix cache and allocates a new record. In training that
 happens once, here before every generation: it is done outside of the timed call, by an untimed one.
@@ -277,10 +278,13 @@ def cost_rows(workload: Workload, by_mode: dict[str, list[Elapsed]]) -> list[dic
 
 
 def paired_cost(plain_s: Sequence[float], recorded_s: Sequence[float]) -> dict[str, float | None]:
-    """Percent that recording adds within a repetition: median, ``low`` and ``high`` of its interval, min, max, n."""
+    """Percent that recording adds within a repetition: median, ``low`` and ``high`` of its interval, min, max, n.
+
+    ``fastest`` compares the fastest repetition of each: what other programs do to a repetition only makes it slower.
+    """
     percent = [100 * (recorded / plain - 1) for plain, recorded in zip(plain_s, recorded_s, strict=True)]
     low, high = median_interval(percent) or (None, None)
-    return {**spread(percent), "low": low, "high": high}
+    return {**spread(percent), "low": low, "high": high, "fastest": 100 * (min(recorded_s) / min(plain_s) - 1)}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -359,6 +363,7 @@ def throughput_table(result: dict[str, Any]) -> str:
 
 def percent_text(cost: dict[str, Any]) -> str:
     """Median with its 95 % interval, or with smallest and largest when there are too few repetitions."""
-    if cost["low"] is None:
-        return f"{cost['median']:+.1f} % (min {cost['min']:+.1f}, max {cost['max']:+.1f}, n {cost['n']})"
-    return f"{cost['median']:+.1f} % ({cost['low']:+.1f} to {cost['high']:+.1f}, n {cost['n']})"
+    between = ("min", "max") if cost["low"] is None else ("low", "high")
+    low, high = (cost[name] for name in between)
+    label = "" if cost["low"] is None else "95 %: "
+    return f"{cost['median']:+.1f} % ({label}{low:+.1f} to {high:+.1f}, n {cost['n']}; fastest {cost['fastest']:+.1f})"
