@@ -85,12 +85,18 @@ def e4m3_values(byte: Tensor) -> Tensor:
     return _E4M3_VALUES.to(byte.device).index_select(0, byte.reshape(-1).to(torch.int32)).view(byte.shape)
 
 
-@lru_cache(maxsize=4096)
-def _split_number(encode_scale: float) -> tuple[float, float]:
+def checked_encode_scale(encode_scale: float) -> float:
+    """The number rounded to FP32; UserError unless it is positive and finite."""
     scale = np.float32(encode_scale)
     if not np.isfinite(scale) or scale <= 0:
         raise UserError(f"encode scale {encode_scale} must be positive and finite: run the calibration stage again")
-    return float(scale), float(np.float32(1.0) / scale)
+    return float(scale)
+
+
+@lru_cache(maxsize=4096)
+def _split_number(encode_scale: float) -> tuple[float, float]:
+    scale = checked_encode_scale(encode_scale)
+    return scale, float(np.float32(1.0) / np.float32(scale))
 
 
 def _e4m3(amax: Tensor, scale: EncodeScale) -> Tensor:

@@ -136,7 +136,8 @@ class Format(ABC):
         codes = e2m1.codes(q).view(x.shape)
         return codes, scale, q.mul_(step.unsqueeze(-1)).view(x.shape)
 
-    def _prepare(self, x: Tensor, encode_scale: EncodeScale | None, *, name: str = "x") -> tuple[Tensor, EncodeScale]:
+    def check_columns(self, x: Tensor, *, name: str = "x") -> None:
+        """UserError unless x is bfloat16 or float32 and its columns divide into blocks."""
         if x.shape[-1] % self.block_size:
             raise UserError(
                 f"tensor {name!r} of shape {tuple(x.shape)}: the last dimension must be a multiple of "
@@ -144,6 +145,9 @@ class Format(ABC):
             )
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise UserError(f"tensor {name!r} is {x.dtype}; {self.name} quantizes bfloat16 or float32: cast it first")
+
+    def _prepare(self, x: Tensor, encode_scale: EncodeScale | None, *, name: str = "x") -> tuple[Tensor, EncodeScale]:
+        self.check_columns(x, name=name)
         x = x.detach()
         if encode_scale is None:
             encode_scale = self.encode_scale(x.abs().amax().float() if x.numel() else torch.zeros(()))

@@ -141,15 +141,7 @@ def _checked(
     fmt: Format,
 ) -> Tensor:
     """The guidance, unpacked and contiguous, once everything is known to belong together."""
-    if bits not in (1, 2, 3, FULL_BITS):
-        raise UserError(f"guidance.bits is {bits}; choose 1, 2, 3 or 4 (4 = full codes)")
-    if not 0 < gate <= UNGATED:
-        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")
-    if block_scale.shape[:-1] != x.shape[:-1] or block_scale.shape[-1] * fmt.block_size != x.shape[-1]:
-        raise UserError(
-            f"block scales of shape {tuple(block_scale.shape)} do not belong to a tensor of shape {tuple(x.shape)}: "
-            f"{fmt.name} has one per {fmt.block_size} columns; the guidance was recorded with another format or model"
-        )
+    check_guidance(x, block_scale, bits, gate=gate, fmt=fmt)
     if rollout_codes is not None and (bits == FULL_BITS or guidance is None):
         whole = rollout_codes.shape[-1] == x.shape[-1]
         guidance = rollout_codes if whole else unpack_bits(rollout_codes, FULL_BITS, x.shape[-1])
@@ -163,3 +155,16 @@ def _checked(
             "pass the rows of the same tokens, unpacked or packed by pack_bits"
         )
     return guidance.contiguous()
+
+
+def check_guidance(x: Tensor, block_scale: Tensor, bits: int, *, gate: float, fmt: Format) -> None:
+    """UserError unless bits and gate are in range and the block scales belong to a tensor of x's shape."""
+    if bits not in (1, 2, 3, FULL_BITS):
+        raise UserError(f"guidance.bits is {bits}; choose 1, 2, 3 or 4 (4 = full codes)")
+    if not 0 < gate <= UNGATED:
+        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")
+    if block_scale.shape[:-1] != x.shape[:-1] or block_scale.shape[-1] * fmt.block_size != x.shape[-1]:
+        raise UserError(
+            f"block scales of shape {tuple(block_scale.shape)} do not belong to a tensor of shape {tuple(x.shape)}: "
+            f"{fmt.name} has one per {fmt.block_size} columns; the guidance was recorded with another format or model"
+        )
