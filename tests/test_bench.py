@@ -281,7 +281,13 @@ def step(*, scale: float = 1.0, tokens: float = 100.0, **seconds: float) -> benc
     row |= {"generate": 4.0, "train_forward": 2.0, "train_backward": 3.0, "optimizer": 1.0, bench_step.QUANTIZE[0]: 0.5}
     row = {phase: scale * (value + seconds.get(phase, 0.0)) for phase, value in row.items()}
     total = bench_step.total(row, bench_step.PHASES)
-    return row | {"step": total, bench_step.OTHER: 0.0, "tokens": tokens, "response_tokens": tokens / 2}
+    return row | {
+        "step": total,
+        bench_step.CPU: total / 2,
+        bench_step.OTHER: 0.0,
+        "tokens": tokens,
+        "response_tokens": tokens / 2,
+    }
 
 
 SPECS = {"qat": None, "trace": GuidanceSpec(), "trace_full": FULL}
@@ -303,6 +309,7 @@ def test_costs_of_guidance_are_shares_of_what_qat_takes():
     trace = {name: cost["median"] for name, cost in costs["trace"].items() if isinstance(cost, dict)}
     assert trace == {
         "step": pytest.approx(7.0),  # 0.7 of 10
+        "step_cpu": pytest.approx(7.0),
         "recording": pytest.approx(10.0),  # 0.4 of 4
         "training": pytest.approx(5.0),  # 0.3 of 6
         "guided_quantization": pytest.approx(100 * 0.12 / 6),
@@ -348,7 +355,12 @@ def test_a_forced_response_is_judged_up_to_its_first_end_token():
 @pytest.mark.slow
 def test_every_method_steps_on_the_same_tokens(tmp_path, capsys):
     config = tiny_config(
-        bench={"step_methods": ["qat", "trace"], "step_rounds": 1, "step_warmup": 1, "step_repeats": 2},
+        bench={
+            "step_methods": ["qat", "trace"],
+            "step_rounds": 2,
+            "step_warmup": 1,
+            "step_repeats": 1,
+        },
         suite={"methods_dir": METHODS_DIR},
     )
     paths = tiny_run(tmp_path, config=config)
@@ -358,14 +370,30 @@ def test_every_method_steps_on_the_same_tokens(tmp_path, capsys):
     for row in result["methods"].values():
         assert row["response_tokens"] == 3 * 4 * 12  # prompts, samples, forced tokens
         assert row["seconds"]["step"]["n"] == 2
-        assert set(row["seconds"]) == {"step", *bench_step.PHASES, bench_step.OTHER, *bench_step.QUANTIZE}
+        assert set(row["seconds"]) == {
+            *("step", bench_step.CPU, bench_step.OTHER),
+            *bench_step.PHASES,
+            *bench_step.QUANTIZE,
+        }
         assert min(row["seconds"][phase]["min"] for phase in ("generate", "train_forward", "train_backward")) > 0
     assert result["methods"]["qat"]["tokens"] == result["methods"]["trace"]["tokens"]
     assert set(result["guidance"]) == {"trace"}
     assert len(result["targets"]) == 3
     printed = capsys.readouterr().out
-    assert "trace over qat: step " in printed
+    assert "trace over qat, step: " in printed
     assert printed.count("met") + printed.count("NOT MET") >= 3
+
+
+@pytest.mark.slow
+def test_one_method_at_a_time_is_measured_and_costs_nothing_without_qat(tmp_path, capsys):
+    config = tiny_config(
+        bench={"step_methods": ["trace"], "step_together": False, "step_warmup": 1, "step_repeats": 1},
+        suite={"methods_dir": METHODS_DIR},
+    )
+    result = bench_step.run(config, tiny_run(tmp_path, config=config))
+    assert result["methods"]["trace"]["seconds"]["step"]["n"] == config.bench.step_rounds == 2
+    assert (result["guidance"], result["targets"]) == ({}, [])
+    assert "what guidance costs: not measured, needs qat" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

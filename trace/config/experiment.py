@@ -99,8 +99,11 @@ class BenchConfig(Section):
     """Timed repetitions; the median is reported with the spread."""
     step_methods: tuple[str, ...] = Field(default=("bf16", "qat", "trace", "trace_full"), min_length=1)
     """Methods whose RL step is timed; what guidance costs is counted over ``qat``."""
+    step_together: bool = True
+    """Open all methods at a time and let them take turns step by step; false opens one at a time, which needs the
+    memory of one, and compares what the machine did minutes apart."""
     step_rounds: int = Field(default=2, ge=1)
-    """Rounds of the methods, in turn; each opens every method in a process of its own."""
+    """Rounds; each opens every method again, in a process of its own."""
     step_warmup: int = Field(default=3, ge=1)
     """Steps that a method runs before it is timed."""
     step_repeats: int = Field(default=8, ge=1)

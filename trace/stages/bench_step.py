@@ -8,14 +8,17 @@ compared on the same work,
 - the learning rate is 0: the optimizer and the refit do all their work and the policy stays the one before RL;
 - step i of a round trains the same prompts in every method, and ratios are formed between such steps.
 
-A process holds one rollout engine, so a method gets a process of its own and the methods take turns in
-``bench.step_rounds`` rounds, the second in reverse order. The medians of the rounds stand beside each other in the
-result: their difference is what a process and the machine's state are worth.
+A process holds one rollout engine, so every method gets a process of its own. They are all open and take turns step
+by step, in one order and the next time in the reverse, the others waiting: a machine that slows down slows them alike.
+Without the memory for that (``bench.step_together: false``) one is open at a time, and what another program takes in
+those minutes is counted as the method's. ``bench.step_rounds`` opens everything again; the medians of the rounds stand
+beside each other in the result, and the CPU time of the process beside its wall time, which other programs lengthen.
 
 FP4 is emulated here: quantization costs time that FP4 hardware would not spend, in both ``qat`` and ``trace``. What
 guidance adds to it (recording, gathering, transfer, following) is real.
 """
 
+import contextlib
 import dataclasses
 import os
 import statistics
@@ -38,7 +41,8 @@ from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
 from trace_rl.rl.trainer import Trainer
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
-from trace_rl.stages.measure import Spread, environment, environment_line, in_fresh_process, spread
+from trace_rl.stages.bench import median_interval
+from trace_rl.stages.measure import Spread, environment, environment_line, fresh_process, spread
 from trace_rl.stages.train import TrainRun, build_trainer
 from trace_rl.tasks.problem import read_jsonl
 from trace_rl.trajectory import RolloutBatch
@@ -50,12 +54,13 @@ TRAINING = ("transfer", "old_logprobs", "train_forward", "train_backward", "opti
 PHASES = ("generate", "record", "reward", *TRAINING, "refit")
 QUANTIZE = ("quantize_s/activations", "quantize_s/weights")  # inside train_forward
 OTHER = "other"
+CPU = "step, CPU time"
 
 LARGEST_STEP_RATIO = 1.05
 LARGEST_SHARE = 3.0  # percent
 
 StepRow = dict[str, float]
-"""Seconds of one step by phase, with ``step``, ``other``, ``tokens`` and ``response_tokens``."""
+"""Seconds of one step: by phase, whole, rest and CPU time; and its ``tokens`` and ``response_tokens``."""
 Rounds = dict[str, list[list[StepRow]]]
 """Steps by method and round."""
 
@@ -70,11 +75,12 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
         found = environment()
         rounds: Rounds = {name: [] for name in methods}
         for index in range(config.bench.step_rounds):
-            for name in list(methods) if index % 2 == 0 else reversed(methods):
-                print(f"bench step: round {index + 1} of {config.bench.step_rounds}, {name}", flush=True)
-                rounds[name].append(
-                    in_fresh_process(measure_method, config, paths, method=methods[name], threads=threads)
-                )
+            print(f"bench step: round {index + 1} of {config.bench.step_rounds}", flush=True)
+            order = list(methods) if index % 2 == 0 else list(reversed(methods))
+            for group in [order] if config.bench.step_together else [[name] for name in order]:
+                chosen = {name: methods[name] for name in group}
+                for name, rows in measure_round(config, paths, methods=chosen, threads=threads).items():
+                    rounds[name].append(rows)
         rows = method_rows(rounds)
         costs = guidance_costs(rounds, guidance={name: method.guidance for name, method in methods.items()})
         result = {
@@ -85,6 +91,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
             "forced_response_tokens": config.sampling.max_new_tokens,
             "sequences": config.training.prompts_per_step * config.training.samples_per_prompt,
             "rounds": config.bench.step_rounds,
+            "together": config.bench.step_together,
             "warm_up_steps": config.bench.step_warmup,
             "format": config.format,
             "emulated": True,
@@ -135,33 +142,70 @@ class FixedLength:
         return self._engine.generate(prompts, sampling, recording, record_experts=record_experts)
 
 
-def measure_method(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod) -> list[StepRow]:
-    """Open one method on the policy before RL, warm up, and time ``bench.step_repeats`` steps."""
-    steps = config.bench.step_warmup + config.bench.step_repeats
-    # A rate of 0 is no setting of a training; it is set here, behind the configuration's checks.
-    training = config.training.model_copy(update={"learning_rate": 0.0, "steps": steps})
-    this = TrainRun(
-        config=config.model_copy(update={"training": training}),
-        paths=paths,
-        method=method,
-        seed=0,
-        identity="bench",
-        problems=read_jsonl(paths.data / "rl.jsonl"),
-    )
-    quant = this.rollout_quant
-    validate_checkpoint(paths.checkpoint, quant=quant)
-    tokenizer = AutoTokenizer.from_pretrained(paths.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16)
-    scales = StaticScales.load(paths.scales) if quant.activations or quant.kv else None
-    engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
-    try:
-        trainer = build_trainer(this, model=model, engine=FixedLength(engine), tokenizer=tokenizer)
-        reward_until_end(trainer, eos_id=tokenizer.eos_token_id)
-        engine.load_policy(trainer.policy_tensors(), trainer.step_index)
-        rows = [step_row(trainer.step()) for _ in range(steps)]
-    finally:
-        engine.close()
-    return rows[config.bench.step_warmup :]
+class OpenMethod:
+    """One method on the policy before RL, its engine open."""
+
+    def __init__(self, config: ExperimentConfig, paths: RunPaths, *, method: RlMethod) -> None:
+        # A rate of 0 is no setting of a training; it is set here, behind the configuration's checks.
+        training = config.training.model_copy(update={"learning_rate": 0.0})
+        this = TrainRun(
+            config=config.model_copy(update={"training": training}),
+            paths=paths,
+            method=method,
+            seed=0,
+            identity="bench",
+            problems=read_jsonl(paths.data / "rl.jsonl"),
+        )
+        quant = this.rollout_quant
+        validate_checkpoint(paths.checkpoint, quant=quant)
+        tokenizer = AutoTokenizer.from_pretrained(paths.checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16)
+        scales = StaticScales.load(paths.scales) if quant.activations or quant.kv else None
+        self.engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
+        self.trainer = build_trainer(this, model=model, engine=FixedLength(self.engine), tokenizer=tokenizer)
+        reward_until_end(self.trainer, eos_id=tokenizer.eos_token_id)
+        self.engine.load_policy(self.trainer.policy_tensors(), self.trainer.step_index)
+
+    def step(self) -> StepRow:
+        """Run and time one step."""
+        cpu_s = time.process_time()
+        metrics = self.trainer.step()
+        return step_row(metrics, cpu_s=time.process_time() - cpu_s)
+
+
+_open: list[OpenMethod] = []  # what this process holds: none or one
+
+
+def open_method(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod) -> None:
+    """Open a method in this process."""
+    _open.append(OpenMethod(config, paths, method=method))
+
+
+def step_method() -> StepRow:
+    """One step of the method that is open in this process."""
+    return _open[0].step()
+
+
+def close_method() -> None:
+    """Close the engine of the method that is open in this process."""
+    _open.pop().engine.close()
+
+
+def measure_round(
+    config: ExperimentConfig, paths: RunPaths, *, methods: Mapping[str, RlMethod], threads: int
+) -> dict[str, list[StepRow]]:
+    """Open these methods, each in its process, and time their steps in turns; rows by method, without the warm-up."""
+    rows: dict[str, list[StepRow]] = {name: [] for name in methods}
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(fresh_process(threads=threads)) for name in methods}
+        for name, method in methods.items():
+            processes[name].submit(open_method, config, paths, method=method).result()
+        for index in range(config.bench.step_warmup + config.bench.step_repeats):
+            for name in list(methods) if index % 2 == 0 else reversed(methods):
+                rows[name].append(processes[name].submit(step_method).result())
+        for process in processes.values():
+            process.submit(close_method).result()
+    return {name: steps[config.bench.step_warmup :] for name, steps in rows.items()}
 
 
 def reward_until_end(trainer: Trainer, *, eos_id: int) -> None:
@@ -175,10 +219,11 @@ def reward_until_end(trainer: Trainer, *, eos_id: int) -> None:
     trainer.reward = judge
 
 
-def step_row(metrics: Mapping[str, float]) -> StepRow:
-    """Phases, tokens and the rest of one step from the trainer's metrics."""
+def step_row(metrics: Mapping[str, float], *, cpu_s: float) -> StepRow:
+    """Phases, tokens and the rest of one step from the trainer's metrics; ``cpu_s`` of the whole process."""
     row = {phase: metrics.get(f"seconds/{phase}", 0.0) for phase in PHASES}
     row["step"] = metrics["seconds/step"]
+    row[CPU] = cpu_s
     row[OTHER] = row["step"] - sum(row[phase] for phase in PHASES)
     row |= {part: metrics[part] for part in QUANTIZE}
     row["tokens"] = float(round(metrics["tokens_per_s"] * metrics["seconds/step"]))
@@ -199,7 +244,7 @@ def method_rows(rounds: Rounds) -> dict[str, dict[str, Any]]:
     rows = {}
     for name, by_round in rounds.items():
         steps = [row for round_rows in by_round for row in round_rows]
-        phases = ("step", *PHASES, OTHER, *QUANTIZE)
+        phases = ("step", CPU, *PHASES, OTHER, *QUANTIZE)
         rows[name] = {
             "seconds": {phase: spread([row[phase] for row in steps]) for phase in phases},
             "us_per_token": {
@@ -219,9 +264,9 @@ def method_rows(rounds: Rounds) -> dict[str, dict[str, Any]]:
 def guidance_costs(rounds: Rounds, *, guidance: Mapping[str, GuidanceSpec | None]) -> dict[str, dict[str, Any]]:
     """What each guided method costs over ``qat``, in percent, between steps of the same round and prompts.
 
-    ``step``: of the whole step. ``recording``: of generating and gathering. ``training``: of the trainer's part of the
-    step. ``guided_quantization``: the additional seconds of quantizing activations, K and V, in percent of the
-    trainer's part of qat's step. Empty without ``qat``.
+    ``step`` and ``step_cpu``: of the whole step, in wall and in CPU time. ``recording``: of generating and gathering.
+    ``training``: of the trainer's part of the step. ``guided_quantization``: the additional seconds of quantizing
+    activations, K and V, in percent of the trainer's part of qat's step. Empty without ``qat``.
     """
     if BASELINE not in rounds:
         return {}
@@ -233,17 +278,22 @@ def guidance_costs(rounds: Rounds, *, guidance: Mapping[str, GuidanceSpec | None
         guided = [row for round_rows in rounds[name] for row in round_rows]
         pairs = list(zip(guided, baseline, strict=True))
         assert all(a["tokens"] == b["tokens"] for a, b in pairs), "the methods trained different tokens"
-        costs[name] = {
-            "bits": spec.bits,
-            "layers": spec.layers,
-            "step": spread([100 * (a["step"] / b["step"] - 1) for a, b in pairs]),
-            "recording": spread([100 * (total(a, ROLLOUT) / total(b, ROLLOUT) - 1) for a, b in pairs]),
-            "training": spread([100 * (total(a, TRAINING) / total(b, TRAINING) - 1) for a, b in pairs]),
-            "guided_quantization": spread(
-                [100 * (a[QUANTIZE[0]] - b[QUANTIZE[0]]) / total(b, TRAINING) for a, b in pairs]
-            ),
+        percents = {
+            "step": [100 * (a["step"] / b["step"] - 1) for a, b in pairs],
+            "step_cpu": [100 * (a[CPU] / b[CPU] - 1) for a, b in pairs],
+            "recording": [100 * (total(a, ROLLOUT) / total(b, ROLLOUT) - 1) for a, b in pairs],
+            "training": [100 * (total(a, TRAINING) / total(b, TRAINING) - 1) for a, b in pairs],
+            "guided_quantization": [100 * (a[QUANTIZE[0]] - b[QUANTIZE[0]]) / total(b, TRAINING) for a, b in pairs],
         }
+        costs[name] = {"bits": spec.bits, "layers": spec.layers}
+        costs[name] |= {share: percent_spread(values) for share, values in percents.items()}
     return costs
+
+
+def percent_spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Spread with ``low`` and ``high``, the 95 % interval of the median; null for fewer values than it needs."""
+    low, high = median_interval(values) or (None, None)
+    return {**spread(values), "low": low, "high": high}
 
 
 def targets(costs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -266,7 +316,8 @@ def step_table(result: Mapping[str, Any]) -> str:
     lines = [
         f"one RL step: {result['sequences']} responses of {result['forced_response_tokens']} tokens, "
         f"{first['tokens']:.0f} tokens with prompts; {result['format']} emulated, engine {result['engine']}",
-        f"milliseconds: median (min - max) of {first['seconds']['step']['n']} steps in {result['rounds']} rounds",
+        f"milliseconds: median (min - max) of {first['seconds']['step']['n']} steps in {result['rounds']} rounds, "
+        + ("methods in turns" if result["together"] else "one method after the other"),
         f"{'':24}" + "".join(f"{name:>22}" for name in methods),
     ]
     for phase in first["seconds"]:
@@ -285,8 +336,8 @@ def step_table(result: Mapping[str, Any]) -> str:
     if not costs:
         lines.append(f"what guidance costs: not measured, needs {BASELINE} and a guided method in bench.step_methods")
     for name, cost in costs.items():
-        shares = (f"{key.replace('_', ' ')} {_percent(cost[key])}" for key in _SHARES)
-        lines.append(f"{name} over {BASELINE}: " + ", ".join(shares))
+        for share, text in _SHARES.items():
+            lines.append(f"{name} over {BASELINE}, {text}: {_percent(cost[share])}")
     for target in result["targets"]:
         verdict = "met" if target["met"] else "NOT MET"
         lines.append(f"target {target['name']} <= {target['at_most']:g}: {target['value']:.3f}, {verdict}")
@@ -294,12 +345,23 @@ def step_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_SHARES = ("step", "recording", "training", "guided_quantization")
+_SHARES = {
+    "step": "step",
+    "step_cpu": "CPU time of the step",
+    "recording": "rollout (recording)",
+    "training": "training part of the step",
+    "guided_quantization": "quantizing, in % of the training part",
+}
 
 
 def _milliseconds(seconds: Spread) -> str:
     return f"{1e3 * seconds['median']:.1f} ({1e3 * seconds['min']:.0f} - {1e3 * seconds['max']:.0f})"
 
 
-def _percent(share: Spread) -> str:
-    return f"{share['median']:+.1f} % ({share['min']:+.1f} to {share['max']:+.1f})"
+def _percent(share: Mapping[str, float | None]) -> str:
+    """Median with its interval, or with smallest and largest when there are too few steps for one."""
+    if share["low"] is None:
+        between = f"min {share['min']:+.1f}, max {share['max']:+.1f}"
+    else:
+        between = f"95 %: {share['low']:+.1f} to {share['high']:+.1f}"
+    return f"{share['median']:+.1f} % ({between}, n {share['n']})"

@@ -161,13 +161,20 @@ def in_fresh_process(function: Callable[..., T], *arguments: object, threads: in
 
     Function, arguments and value are pickled.
     """
+    with fresh_process(threads=threads) as process:
+        return process.submit(function, *arguments, **options).result()
+
+
+@contextlib.contextmanager
+def fresh_process(*, threads: int) -> Iterator[ProcessPoolExecutor]:
+    """A new interpreter with this many threads that calls functions one after the other until the block ends."""
     with (
         _variable("OMP_NUM_THREADS", str(threads)),
         ProcessPoolExecutor(
             max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start, initargs=(threads,)
-        ) as pool,
+        ) as process,
     ):
-        return pool.submit(function, *arguments, **options).result()
+        yield process
 
 
 def _start(threads: int) -> None:
