@@ -185,6 +185,7 @@ def kernel_run(threads: int, *, ours_s: float) -> dict:
         "shape": [4096, 2048],
         "rotation": measure.Rotation(num_sets=12, set_bytes=1 << 25, cache_bytes=300 << 20).as_json(),
         "differing_bytes": {"compiled": 0},
+        "refused": {},
         **bench_kernels.summarize(seconds, num_bytes=1),
     }
     small = row | {"shape": [64, 2048], "large": False}
@@ -216,6 +217,7 @@ def test_a_target_that_was_not_measured_is_named():
 def test_the_table_hides_neither_missed_targets_nor_refused_implementations():
     runs = [kernel_run(2, ours_s=2.6)]
     runs[0]["operations"][0]["differing_bytes"] = {"compiled": 5}
+    runs[0]["operations"][0]["refused"] = {"torch": "it has no fake_quant"}
     runs[0]["refused"] = {"triton": "no GPU here"}
     result = {
         "runs": runs,
@@ -227,6 +229,7 @@ def test_the_table_hides_neither_missed_targets_nor_refused_implementations():
     assert "share of copy >= 0.4: 0.38, NOT MET" in table
     assert "times faster than vllm reference >= 8: not measured" in table
     assert "not timed: triton: no GPU here" in table
+    assert "not timed: it has no fake_quant" in table
     assert "DIFFERS in 5 bytes" in table
     assert "more than the last-level cache holds" in table
     runs[0]["operations"][0]["rotation"]["beyond_cache"] = False

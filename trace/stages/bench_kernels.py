@@ -81,6 +81,11 @@ class Operation:
     """(*arguments, backend=) -> the result."""
 
     @property
+    def kernel(self) -> str:
+        """Name of the kernel in `trace_rl.kernels.dispatch`."""
+        return self.name.partition(",")[0]
+
+    @property
     def compared(self) -> bool:
         """Whether torchao and vLLM have something to compare with."""
         return self.name in TARGET_OPERATIONS
@@ -328,6 +333,8 @@ def measure_operation(
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
     """Seconds and GB/s of every implementation of an operation."""
+    refused = {name: dispatch.refusal(name, operation.kernel, device=device, fmt=FMT) for name in ours}
+    ours = [name for name in ours if refused[name] is None]
     num_bytes = operation.num_bytes(*shape)
     plan: Rotation = rotation(num_bytes, device=device) if large else resident(num_bytes, device=device)
     x = activations(*shape, device=device)
@@ -351,6 +358,7 @@ def measure_operation(
         "shape": list(shape),
         "large": large,
         "rotation": plan.as_json(),
+        "refused": {name: reason for name, reason in refused.items() if reason is not None},
         **summarize(seconds, num_bytes=num_bytes),
         "differing_bytes": {
             backend: differing_bytes(operation, sets[0], backend=backend) for backend in ours if backend != "torch"
@@ -499,6 +507,7 @@ def _shape_lines(rows: Sequence[Mapping[str, Any]], *, shape: tuple[int, ...], t
                 f"{row['operation']:27}{name:18}{time_text:>10}{range_text:>20}"
                 f"{found['gb_per_s']['median']:8.2f}{100 * found['of_copy']['median']:7.1f} %{faster:>8}"
             )
+        lines += [f"{row['operation']:27}{name:18}not timed: {reason}" for name, reason in row["refused"].items()]
         unequal = {name: count for name, count in row["differing_bytes"].items() if count}
         lines += [f"{row['operation']:27}{name:18}DIFFERS in {count} bytes" for name, count in unequal.items()]
     return lines
