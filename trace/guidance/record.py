@@ -142,8 +142,13 @@ class RecordLayout:
 
         With scale_bits 2 the second is packed; `recover_scales` turns it into block scales.
         """
+        planes, scales = self.packed(rows, layer, tensor)
+        return unpack_bits(planes, self.spec.bits, self.dims.columns(tensor)), scales.contiguous()
+
+    def packed(self, rows: Tensor, layer: int, tensor: str) -> tuple[Tensor, Tensor]:
+        """(packed guidance, block scales) as recorded: column ranges of ``rows`` uint8 [T, row_bytes], not copied."""
         field = self._require(layer, tensor)
-        return unpack_bits(rows[:, field.payload], self.spec.bits, field.cols), rows[:, field.scales].contiguous()
+        return rows[:, field.payload], rows[:, field.scales]
 
     def _require(self, layer: int, tensor: str) -> Field:
         field = self._index.get((layer, tensor))

@@ -26,9 +26,11 @@ from trace_rl import formats
 from trace_rl.config.quant import QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
-from trace_rl.guidance.align import align, align_codes
+from trace_rl.guidance.align import align_codes
+from trace_rl.guidance.bits import unpack_bits
 from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.guidance.scales import recover_scales
+from trace_rl.kernels import dispatch as kernels
 from trace_rl.models.families import decoder_layers, family_of, moe_layers
 from trace_rl.qat.attention import trace_attention, trace_mask
 from trace_rl.qat.collector import Collector
@@ -133,7 +135,6 @@ class Qat:
                 xhat = self._guided(x, state=state, layer=layer, tensor=tensor, scale=scale)
             else:
                 xhat = self._nearest(x, state=state, layer=layer, tensor=tensor, scale=scale)
-            xhat = xhat.to(x.dtype)
         return straight_through(x, xhat)
 
     def expert_weights(self, experts: nn.Module, state: ForwardState) -> tuple[Tensor, Tensor]:
@@ -157,8 +158,7 @@ class Qat:
 
     def fake_quant_weight(self, weight_ERC: Tensor) -> Tensor:
         """Expert matrices rounded to the format, one encode scale per expert, in the weight's dtype."""
-        encode_scale = self.fmt.encode_scale(weight_ERC.abs().amax(dim=(1, 2)).float())
-        return self.fmt.fake_quant(weight_ERC, encode_scale[:, None]).to(weight_ERC.dtype)
+        return kernels.fake_quant_experts(weight_ERC, fmt=self.fmt, check=False)
 
     def invalidate_weights(self) -> None:
         """Forget cached weight quantization; needed after writing parameters through ``.data``."""
@@ -167,7 +167,7 @@ class Qat:
     def _nearest(self, x: Tensor, *, state: ForwardState, layer: int, tensor: str, scale: float) -> Tensor:
         counts = state.collector is not None and state.collector.wants(layer=layer, tensor=tensor)
         if state.recorder is None and not counts:
-            return self.fmt.fake_quant(x, scale)
+            return kernels.fake_quant(x, scale, fmt=self.fmt, check=False)
         codes, block_scale, xhat = self.fmt.quantize_codes(x, scale)
         if state.recorder is not None:
             state.recorder.on_codes(layer, tensor, codes, block_scale)
@@ -182,13 +182,14 @@ class Qat:
                 encode_scale=scale,
                 valid=state.valid,
             )
-        return xhat
+        return xhat.to(x.dtype)
 
     def _guided(self, x: Tensor, *, state: ForwardState, layer: int, tensor: str, scale: float) -> Tensor:
         spec = state.layout.spec
-        guide, block_scale = state.layout.read(state.rows, layer, tensor)
+        counts = state.collector is not None and state.collector.wants(layer=layer, tensor=tensor)
+        planes, block_scale = state.layout.packed(state.rows, layer, tensor)
         if spec.scale_bits != 8:
-            _, own_scale, _ = self.fmt.quantize_codes(x, scale)
+            own_scale = self.fmt.block_scales(x, scale)
             block_scale, detected = recover_scales(
                 block_scale, spec.scale_bits, own_scale, largest=self.fmt.largest_scale
             )
@@ -196,8 +197,8 @@ class Qat:
                 state.collector.on_scale_recovery(
                     layer=layer, tensor=tensor, recovered=block_scale, valid=state.valid, detected=detected
                 )
-        xhat = align(x, block_scale, guide, spec.bits, scale, gate=spec.gate, fmt=self.fmt)
-        if state.collector is not None and state.collector.wants(layer=layer, tensor=tensor):
+        if counts:
+            guide = unpack_bits(planes, spec.bits, x.shape[-1])
             codes = align_codes(x, block_scale, guide, spec.bits, scale, gate=spec.gate, fmt=self.fmt)
             state.collector.on_codes(
                 fmt=self.fmt,
@@ -209,10 +210,17 @@ class Qat:
                 encode_scale=scale,
                 valid=state.valid,
             )
-        if state.invalid_index.numel():
-            own = self.fmt.fake_quant(x.index_select(0, state.invalid_index), scale)
-            xhat = xhat.index_copy(0, state.invalid_index, own)
-        return xhat
+        return kernels.guided_fake_quant(
+            x,
+            planes,
+            block_scale,
+            scale,
+            fmt=self.fmt,
+            bits=spec.bits,
+            gate=spec.gate,
+            valid=state.valid if state.invalid_index.numel() else None,
+            check=False,
+        )
 
     def _check_rows(self, state: ForwardState) -> None:
         if state.rows.dtype != torch.uint8 or state.rows.shape[1] != state.layout.row_bytes:

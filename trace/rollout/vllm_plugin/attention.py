@@ -9,11 +9,11 @@ included, so nothing unquantized is ever used.
 vLLM's (``FlashAttentionImpl``, ...); none is shipped, because none was tested.
 """
 
-import torch
 from torch import Tensor, nn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from trace_rl.formats import Format
+from trace_rl.kernels.dispatch import quantize_record
 from trace_rl.rollout.vllm_plugin.shadow import Shadow
 
 
@@ -29,13 +29,10 @@ class KVQuantizer:
     def __call__(self, x_TNH: Tensor, *, tensor: str, slots: Tensor) -> Tensor:
         """BF16 xhat of ``x_TNH`` [tokens, kv heads, head dim]; ``tensor`` is "k" or "v", ``slots`` [tokens]."""
         x_TC = x_TNH.reshape(x_TNH.shape[0], -1)
-        scale = self.encode_scales[tensor]
-        if self.shadow.records(self.layer_id, tensor):
-            codes, block_scale, xhat = self.format.quantize_codes(x_TC, scale)
-            self.shadow.write(self.layer_id, tensor, slots=slots, codes=codes, block_scale=block_scale)
-        else:
-            xhat = self.format.fake_quant(x_TC, scale)
-        return xhat.to(torch.bfloat16).view(x_TNH.shape)
+        target = self.shadow.target(self.layer_id, tensor, slots=slots)
+        return quantize_record(x_TC, self.encode_scales[tensor], fmt=self.format, target=target, check=False).xhat.view(
+            x_TNH.shape
+        )
 
 
 class QuantizedCacheWrite:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.utils import set_weight_attrs
 
 from trace_rl.errors import UserError
+from trace_rl.kernels import dispatch as kernels
 from trace_rl.rollout.vllm_plugin import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ class TraceMoEMethod(FusedMoEMethodBase):
         if not self.quant.weights:
             return
         for weight in (layer.w13_weight.data, layer.w2_weight.data):
-            for expert in weight:
-                expert.copy_(self.format.fake_quant(expert, self.format.encode_scale(expert.abs().amax().float())))
+            weight.copy_(kernels.fake_quant_experts(weight, fmt=self.format, check=False))
 
     def apply(
         self,
@@ -124,7 +124,7 @@ class TraceMoEMethod(FusedMoEMethodBase):
         gate_up = torch.bmm(padded.view(num_experts, capacity, -1), layer.w13_weight.transpose(1, 2))
         hidden = self._activate(layer, gate_up.view(num_experts * capacity, -1))
         if self.quant.activations:
-            hidden = self.format.fake_quant(hidden, self.fc2_scale).to(torch.bfloat16)
+            hidden = kernels.fake_quant(hidden, self.fc2_scale, fmt=self.format, check=False)
         out = torch.bmm(hidden.view(num_experts, capacity, -1), layer.w2_weight.transpose(1, 2))
 
         slot = torch.empty_like(flat).index_copy_(0, order, slot_of_sorted)
@@ -144,17 +144,11 @@ class TraceMoEMethod(FusedMoEMethodBase):
         shadow = self.shadow
         records_fc1 = shadow.records(self.layer_id, "fc1")
         slots = shadow.slots() if records_fc1 or shadow.experts is not None else None
-        codes = None
-        if not self.quant.activations:
-            used = x
-        elif records_fc1 and slots is not None:
-            codes, block_scale, xhat = self.format.quantize_codes(x, self.fc1_scale)
-            used = xhat.to(torch.bfloat16)
-        else:
-            used = self.format.fake_quant(x, self.fc1_scale).to(torch.bfloat16)
+        used = x
+        if self.quant.activations:
+            target = None if slots is None else shadow.target(self.layer_id, "fc1", slots=slots)
+            used = kernels.quantize_record(x, self.fc1_scale, fmt=self.format, target=target, check=False).xhat
         if slots is not None:
-            if codes is not None:
-                shadow.write(self.layer_id, "fc1", slots=slots, codes=codes, block_scale=block_scale)
             if shadow.experts is not None:
                 shadow.write_experts(self.layer_id, slots=slots, ids=ids_TK)
             if shadow.captured_fc1 is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 
 from trace_rl.guidance.record import RecordLayout
+from trace_rl.kernels.reference import RecordTarget
 
 
 class Shadow:
@@ -33,14 +34,15 @@ class Shadow:
         self.captured_fc1: Tensor | None = None
         """bfloat16 [num_slots, num_moe_layers, hidden] in capture mode."""
         self.score_temperature: float | None = None
-        self._recorded: frozenset[tuple[int, str]] = frozenset()
+        self._recorded: dict[tuple[int, str], int] = {}
+        """First byte in the row of each recorded (layer, tensor)."""
 
     def configure(
         self, *, layout: RecordLayout | None, num_slots: int, num_expert_ids: int, device: torch.device
     ) -> None:
         """Record ``layout`` (None: nothing) and ``num_expert_ids`` (the router's k; 0: none) per token and layer."""
         self.layout = layout
-        self._recorded = frozenset() if layout is None else frozenset((f.layer, f.tensor) for f in layout.fields)
+        self._recorded = {} if layout is None else {(f.layer, f.tensor): f.start for f in layout.fields}
         self.rows = None
         self.experts = None
         if layout is not None:
@@ -58,9 +60,12 @@ class Shadow:
         mapping = get_forward_context().slot_mapping
         return mapping.get(self.anchor) if isinstance(mapping, dict) else None
 
-    def write(self, layer_id: int, tensor: str, *, slots: Tensor, codes: Tensor, block_scale: Tensor) -> None:
-        """Record unpacked ``codes`` [tokens, cols] and ``block_scale`` of one tensor at ``slots``."""
-        self.layout.write(self.rows, slots, layer_id, tensor, codes, block_scale)
+    def target(self, layer_id: int, tensor: str, *, slots: Tensor) -> RecordTarget | None:
+        """Where the quantizer writes this tensor's guidance for the tokens at ``slots``; None: it is not recorded."""
+        start = self._recorded.get((layer_id, tensor))
+        if start is None:
+            return None
+        return RecordTarget(self.rows, slots, start, self.layout.spec.bits, self.layout.spec.scale_bits)
 
     def write_experts(self, layer_id: int, *, slots: Tensor, ids: Tensor) -> None:
         """Record the routed expert ``ids`` [tokens, k]."""
