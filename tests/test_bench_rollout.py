@@ -18,17 +18,7 @@ from trace_rl.stages import bench, bench_moe
 from trace_rl.stages.bench_moe import MoEShape
 from trace_rl.stages.failure import StageFailure
 
-
-class SweepConfig(BenchConfig):
-    """A sweep of moments."""
-
-    num_sequences: int = 4
-    output_lengths: tuple[int, ...] = (2, 5)
-    repeats: int = 2
-    batch_sizes: tuple[int, ...] = (2, 4)
-    cost_repeats: int = 6
-
-
+SWEEP = BenchConfig(batch_sizes=(2, 4), output_lengths=(2, 5), repeats=2, num_sequences=4, cost_repeats=6)
 SHAPE = MoEShape(num_experts=8, hidden=128, inter=64, top_k=2)
 EXPERT_VALUES = 3 * SHAPE.hidden * SHAPE.inter
 
@@ -44,7 +34,7 @@ def amx() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Configuration, paths and result of a swept benchmark on the PyTorch engine."""
-    config = tiny_config().model_copy(update={"bench": SweepConfig()})
+    config = tiny_config().model_copy(update={"bench": SWEEP})
     paths = tiny_run(tmp_path_factory.mktemp("bench"), config=config)
     return config, paths, bench.run(config, paths)
 
@@ -90,7 +80,7 @@ def test_prefill_prompts_are_long_and_share_no_beginning():
 
 def test_a_batch_that_is_not_decoded_together_is_refused(run):
     config, paths, _ = run
-    large = config.model_copy(update={"bench": SweepConfig(batch_sizes=(2, 33))})
+    large = config.model_copy(update={"bench": SWEEP.model_copy(update={"batch_sizes": (2, 33)})})
     with pytest.raises(UserError, match=r"33 sequences together.*max_num_seqs 32"):
         bench.bench_prompts(large, paths)
 

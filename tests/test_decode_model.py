@@ -452,11 +452,10 @@ def test_only_the_bf16_rows_of_a_rollout_count(host, tmp_path) -> None:
     (run / "checkpoint").mkdir(parents=True)
     (run / "bench").mkdir()
     (run / "checkpoint" / "config.json").write_text(json.dumps(TINY))
-    rows = [
-        {"mode": mode, "output_length": 64, "tokens_per_s": {"median": 100.0}} for mode in ("bf16", "fp4", "fp4 + full")
-    ]
+    sizes = {"num_sequences": 8, "prompt_tokens": 160, "output_length": 64}
+    rows = [sizes | {"mode": mode, "tokens_per_s": {"median": 100.0}} for mode in ("bf16", "fp4", "fp4 + full")]
     path = run / "bench" / "rollout.json"
-    path.write_text(json.dumps({"rows": rows, "num_sequences": 8, "prompt_tokens": 160, "environment": {"threads": 1}}))
+    path.write_text(json.dumps({"rows": rows, "environment": {"threads": 1}}))
     (point,) = decode_validation.file_points(path, lambda threads: host)
     step = decode_step(read_architecture("tiny", TINY), BF16, batch=8, context=20 + 32)
     assert point.predicted == pytest.approx(step.tokens_per_s(decode_validation.host_hardware(host)))

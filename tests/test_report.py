@@ -146,12 +146,23 @@ def artifacts() -> dict:
             "rows": [
                 {
                     "mode": "bf16",
+                    "num_sequences": 64,
                     "output_length": 16,
                     "tokens_per_s": {"median": 3000.0, "min": 2900.0, "max": 3100.0},
                     "ratio_to_bf16": 1.0,
                     "guidance_bytes_per_token": 0,
                 }
-            ]
+            ],
+            "recording_cost": [
+                {
+                    "workload": "decode",
+                    "mode": "fp4 + compact",
+                    "num_sequences": 64,
+                    "wall_percent": {"median": 2.0, "low": 1.0, "high": 3.0, "min": 0.5, "max": 4.0, "n": 10},
+                    "cpu_percent": {"median": 2.5, "low": None, "high": None, "min": 1.5, "max": 4.5, "n": 3},
+                }
+            ],
+            "environment": {"load": 0.3},
         },
     }
 

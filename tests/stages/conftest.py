@@ -56,7 +56,7 @@ def make_run(root: Path, *, engine: str = "torch") -> TinyRun:
         sampling=SamplingConfig(max_new_tokens=12),
         calibrate=CalibrateConfig(num_prompts=12),
         parity=ParityConfig(num_prompts=12),
-        bench=BenchConfig(num_sequences=4, output_lengths=(4, 8), repeats=2),
+        bench=BenchConfig(batch_sizes=(4,), output_lengths=(4, 8), repeats=2, num_sequences=4, cost_repeats=1),
         tracking=TrackingConfig(enabled=False),
     )
     paths = RunPaths(run="tiny", root=root)

@@ -91,12 +91,16 @@ class EvaluateConfig(Section):
 class BenchConfig(Section):
     """Benchmarks of the rollout (``trace-rl bench rollout``) and of the RL step (``trace-rl bench step``)."""
 
-    num_sequences: int = Field(default=64, ge=1)
-    """Sequences generated together."""
+    batch_sizes: tuple[int, ...] = Field(default=(16, 64), min_length=1)
+    """Numbers of sequences generated together."""
     output_lengths: tuple[int, ...] = (16, 64)
     """Output lengths, in tokens; every sequence is forced to this length."""
     repeats: int = Field(default=3, ge=1)
     """Timed repetitions; the median is reported with the spread."""
+    num_sequences: int = Field(default=64, ge=1)
+    """Sequences generated together where the cost of recording is measured."""
+    cost_repeats: int = Field(default=10, ge=0)
+    """Repetitions that the cost of recording is measured in, for decoding and prefilling; 0 leaves it out."""
     step_methods: tuple[str, ...] = Field(default=("bf16", "qat", "trace", "trace_full"), min_length=1)
     """Methods whose RL step is timed; what guidance costs is counted over ``qat``."""
     step_together: bool = True

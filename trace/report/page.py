@@ -269,7 +269,7 @@ def time_section(summary: dict[str, Any], bench: dict[str, Any], seconds: dict[s
         blocks.append(
             Figure("step_time", svg, "Median seconds per step by phase. Two runs share the machine side by side.")
         )
-    blocks += [quantization_table(summary), bench_table(bench)]
+    blocks += [quantization_table(summary), bench_table(bench), recording_table(bench)]
     if seconds:
         rows = tuple((rule, f"{value:.0f}") for rule, value in sorted(seconds.items(), key=lambda item: -item[1]))
         blocks.append(
@@ -302,6 +302,7 @@ def bench_table(bench: dict[str, Any]) -> Table:
     rows = tuple(
         (
             row["mode"],
+            str(row["num_sequences"]),
             str(row["output_length"]),
             f"{row['tokens_per_s']['median']:.0f} ({row['tokens_per_s']['min']:.0f}–{row['tokens_per_s']['max']:.0f})",
             f"{row['ratio_to_bf16']:.2f}",
@@ -310,11 +311,44 @@ def bench_table(bench: dict[str, Any]) -> Table:
         for row in bench["rows"]
     )
     return Table(
-        ("rollout", "output tokens", "tokens/s, median (min–max)", "ratio to BF16", "guidance bytes per token"),
+        (
+            "rollout",
+            "sequences",
+            "output tokens",
+            "tokens/s, median (min–max)",
+            "ratio to BF16",
+            "guidance bytes per token",
+        ),
         rows,
         "Rollout engine, one thread; FP4 is emulated, so it costs time here and saves it on FP4 hardware. BF16 is the "
         "same engine with quantization off; stock vLLM prepacks its weights, which is faster, and cannot be refitted.",
     )
+
+
+def recording_table(bench: dict[str, Any]) -> Table:
+    """What recording adds to a rollout, from repetitions side by side."""
+    rows = tuple(
+        (
+            row["workload"],
+            row["mode"],
+            str(row["num_sequences"]),
+            *(percent_with_interval(row[clock]) for clock in ("wall_percent", "cpu_percent")),
+        )
+        for row in bench["recording_cost"]
+    )
+    return Table(
+        ("rollout", "recording", "sequences", "added time (%)", "added CPU time (%)"),
+        rows,
+        f"Over FP4 without recording, medians of paired repetitions with 95 % interval, or smallest and largest of "
+        f"fewer than 6; the paper's whole guidance costs 7.4 % of a step. Load of the machine: "
+        f"{bench['environment']['load']:.1f}.",
+    )
+
+
+def percent_with_interval(cost: dict[str, Any]) -> str:
+    """Median and interval of a paired cost."""
+    low, high = (cost["min"], cost["max"]) if cost["low"] is None else (cost["low"], cost["high"])
+    return f"{cost['median']:+.1f} ({low:+.1f} to {high:+.1f}, n {cost['n']})"
 
 
 def gates_section(artifacts: dict[str, dict[str, Any]]) -> Section:

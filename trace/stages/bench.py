@@ -122,20 +122,10 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
     return result
 
 
-def batch_sizes(config: ExperimentConfig) -> list[int]:
-    """Numbers of sequences generated together."""
-    return list(getattr(config.bench, "batch_sizes", [config.bench.num_sequences]))
-
-
-def cost_repeats(config: ExperimentConfig) -> int:
-    """Repetitions that the cost of recording is measured in."""
-    return getattr(config.bench, "cost_repeats", config.bench.repeats)
-
-
 def bench_prompts(config: ExperimentConfig, paths: RunPaths) -> list[list[int]]:
     """Prompts of the largest batch, repeated from the RL set when it is smaller; UserError for what does not fit."""
     longest = max(config.bench.output_lengths)
-    most = max(*batch_sizes(config), config.bench.num_sequences)
+    most = max(*config.bench.batch_sizes, config.bench.num_sequences)
     if most > config.engine.max_num_seqs:
         raise UserError(
             f"bench generates {most} sequences together, the engine decodes at most engine.max_num_seqs "
@@ -183,15 +173,15 @@ def measure(
     modes = [mode for mode in RECORDINGS if (mode != "bf16") == quant.enabled]
     engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
     try:
-        for batch in batch_sizes(config):
+        for batch in config.bench.batch_sizes:
             timings = measured.timings.setdefault(batch, {})
             for length in config.bench.output_lengths:
                 workload = Workload("decode", list(prompts[:batch]), length)
                 for mode, elapsed in take_turns(engine, workload, modes=modes, repeats=config.bench.repeats).items():
                     timings.setdefault((mode, length), []).extend(each.wall_s for each in elapsed)
-        if quant.enabled and cost_repeats(config):
+        if quant.enabled and config.bench.cost_repeats:
             for workload in cost_workloads(config, prompts):
-                by_mode = take_turns(engine, workload, modes=modes, repeats=cost_repeats(config))
+                by_mode = take_turns(engine, workload, modes=modes, repeats=config.bench.cost_repeats)
                 measured.costs += cost_rows(workload, by_mode)
     finally:
         engine.close()

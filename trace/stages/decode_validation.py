@@ -152,13 +152,12 @@ def _rollout_points(path: Path, result: dict[str, Any], host_of: HostOf) -> list
         raise UserError(f"{path}: the measured model is not there ({config}); keep the file inside its run's folder")
     arch = read_architecture(str(config), read_json(config))
     hardware = host_hardware(host_of(result["environment"]["threads"]))
-    batch = result["num_sequences"]
     points = []
     for row in result["rows"]:
         if row["mode"] != "bf16":
             continue
-        length = row["output_length"]
-        context = round(result["prompt_tokens"] / batch + length / 2)  # the mean over the answer
+        batch, length = row["num_sequences"], row["output_length"]
+        context = round(row["prompt_tokens"] / batch + length / 2)  # the mean over the answer
         predicted = decode_step(arch, BF16, batch=batch, context=context).tokens_per_s(hardware)
         what = f"BF16 rollout, {batch} sequences of {length} tokens"
         points.append(Point(path.name, what, "tokens/s", predicted, row["tokens_per_s"]["median"]))
