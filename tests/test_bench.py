@@ -20,7 +20,7 @@ from trace_rl.config.load import parse_experiment
 from trace_rl.errors import UserError
 from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.kernels.reference import RecordTarget
-from trace_rl.stages import bench_kernels, bench_step, measure
+from trace_rl.stages import bench_kernels, bench_step, measure, other_quantizers
 
 METHODS_DIR = str(Path(__file__).resolve().parents[1] / "config" / "methods")
 
@@ -246,16 +246,16 @@ def test_every_backend_is_usable_or_refused_with_a_reason():
 @pytest.mark.slow
 def test_other_quantizers_agree_or_say_in_how_many_codes_not():
     scale = 64.0
-    found, refused = bench_kernels.foreign(scale, device="cpu")
-    assert set(found) | set(refused) == set(bench_kernels.OTHERS)
+    found, refused = other_quantizers.foreign(scale, device="cpu")
+    assert set(found) | set(refused) == set(other_quantizers.OTHERS)
     x = bench_kernels.activations(64, 128, device="cpu")
-    shares = {name: bench_kernels.agreement(other, x, scale) for name, other in found.items()}
+    shares = {name: other_quantizers.agreement(other, x, scale) for name, other in found.items()}
     # vLLM's reference is the definition of the format (tests/golden); compiled, it is the same arithmetic.
-    assert set(shares[bench_kernels.VLLM].values()) == {0.0}
+    assert set(shares[other_quantizers.VLLM].values()) == {0.0}
     # torchao divides where we multiply, which moves values that lie on a boundary.
     assert all(share < 0.01 for by_what in shares.values() for share in by_what.values())
-    other = bench_kernels.Foreign(lambda x: -x)
-    assert bench_kernels.agreement(other, torch.ones(2, 16, dtype=torch.bfloat16), scale) == {"values": 1.0}
+    other = other_quantizers.Foreign(lambda x: -x)
+    assert other_quantizers.agreement(other, torch.ones(2, 16, dtype=torch.bfloat16), scale) == {"values": 1.0}
 
 
 @pytest.mark.parametrize(
