@@ -134,8 +134,8 @@ def guided_fake_quant_kernel(
         move = move & (tl.abs(remainder) >= octave * threshold)
     if HAS_VALID:
         move = move & valid[:, :, None]
-    half = octave * 0.5
-    q = tl.where(move, q + tl.where(up, half, -half), q)
+    towards = bits_float(float_bits(octave * 0.5) | (float_bits(remainder) & _SIGN))
+    q = tl.where(move, q + towards, q)
     store_float32(xhat_ptr + (long_row * num_cols)[:, :, None] + offset, q * step[:, :, None], block_mask[:, :, None])
 
 

@@ -18,7 +18,7 @@ from trace_rl.errors import UserError
 from trace_rl.kernels import fake_quant
 
 FILES = ("test_quantize.py", "test_guided.py")
-NUM_TESTS = 127
+NUM_TESTS = 132
 
 
 @pytest.mark.slow

@@ -60,6 +60,16 @@ def test_boundary_grid_under_any_guidance(name, bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_values_on_the_edge_of_the_gate(bits):
+    fmt = FORMATS["nvfp4"]
+    x = torch.nn.functional.pad(torch.arange(-48, 49) / 8, (0, 15)).view(-1, 16)
+    guidance = torch.randint(0, 256, (len(x), 2 * bits), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)
+    one = torch.full((len(x), 1), 0x38, dtype=torch.uint8)  # 1.0 in E4M3
+    moved = [agree(x, guidance, one, fmt, bits, encode_scale=1.0, gate=gate) for gate in (0.25, 0.2499)]
+    assert not torch.equal(*moved)
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_own_guidance_is_round_to_nearest(bits):
     for name in ("nvfp4", "rceil"):
         for case in golden(name).values():

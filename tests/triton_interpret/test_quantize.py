@@ -6,6 +6,7 @@ from triton_interpret.cases import FORMATS, boundary_grid, golden, hard_rows, ro
 
 from trace_rl import formats
 from trace_rl.errors import UserError
+from trace_rl.formats import e2m1
 from trace_rl.kernels import fake_quant, kv_cache, quantize_record, reference, repack
 from trace_rl.kernels.reference import RecordTarget
 
@@ -48,6 +49,18 @@ def test_boundary_grid(name):
     x = boundary_grid(FORMATS[name])
     for dtype in DTYPES:
         agree(x.to(dtype), 1.0, FORMATS[name], bits=4)
+
+
+def test_xhat_halfway_between_two_bfloat16_values():
+    # Steps k/128 with odd k have 8 significant bits, all that bfloat16 has, and 3/2 of them one more.
+    ties = 0
+    for k in range(129, 160, 2):
+        x = (torch.tensor(e2m1.MAGNITUDES * 2) * (k / 128)).view(1, 16).bfloat16()
+        twin = agree(x, 128 / k, FORMATS["nvfp4"])
+        exact = reference.fake_quant(x.float(), 128 / k, fmt=FORMATS["nvfp4"])
+        ties += int(((exact.view(torch.int32) & 0xFFFF) == 0x8000).sum())
+        assert same(twin.xhat, exact.bfloat16())
+    assert ties >= 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
