@@ -25,7 +25,7 @@ What is easy to break:
   or a pass through shared memory per value, is not needed.
 * The compiler moves a load into the layout of a fragment only through elementwise operations down to loads. That is why
   1/G is loaded again with every tile, and by the host's reciprocal (the twin's): a number of the program, broadcast,
-  sends every operand through shared memory (15 % more instructions and two barriers per nibble).
+  sends every operand through shared memory (a sixth more instructions, two barriers for each value of a block).
 * Integer instructions bound the decoding: 6 instructions per value on sm_90, of which 3 move bits. Two codes are moved
   at once, to where the halves of a 32-bit word have the sign and low exponent bits of a BF16 number. E2M1's low three
   bits there are the value times 2^-126, subnormal included. The step carries 2^63 and the finished sum another 2^63;
@@ -58,7 +58,7 @@ from trace_rl.kernels.specimen import Specimen
 
 TILE_ROWS = 32  # weight rows of a program; with gate_up every other one is a gate row
 TILE_BLOCKS = 16  # blocks per step along a row: the 16 terms that a tensor core adds up
-NUM_WARPS = 2  # with 4, and 64 rows, Hopper's asynchronous products wait for each other at every nibble
+NUM_WARPS = 2  # with 4 and 64 rows, Hopper's asynchronous products wait for each other every time
 
 _STEP_FACTOR = 2.0**63
 _SUM_FACTOR = tl.constexpr(2.0**63)
@@ -306,7 +306,7 @@ def _specimen(name: str, kernel: Any, *, cols: int, block_size: int, tile_pairs:
 
 
 SPECIMENS = [
-    _specimen(f"{name} {fmt} {tile_pairs} pairs", kernel, cols=cols, block_size=block_size, tile_pairs=tile_pairs)
+    _specimen(f"w4a16 {name} {fmt} {tile_pairs} pairs", kernel, cols=cols, block_size=block_size, tile_pairs=tile_pairs)
     for name, kernel, cols in (("gate_up", _gate_up_kernel, 2048), ("down", _down_kernel, 768))  # Qwen3-30B-A3B
     for fmt, block_size in (("nvfp4", 16), ("mxfp4", 32))
     for tile_pairs in (MIN_BLOCK_PAIRS, MAX_BLOCK_PAIRS)

@@ -8,7 +8,7 @@ scale per 16 (NVFP4). The encode scales are no part of the instruction; they mul
 Four launches: quantize x, gate_up with SiLU(gate) * up -> bfloat16 hidden, quantize hidden, down. Blocks of pairs are
 `moe_routing`'s, outputs are added up as in `w4a16_moe`.
 
-Where this differs from the twin in rounding (MXFP4: nowhere, steps are powers of two):
+Where this differs from the twin in rounding (MXFP4, whose steps are powers of two: only in the second point):
 
 * The twin, like the trainer, multiplies operands bfloat16(q * step) with step = sigma * (1/G) rounded to FP32. Here a
   product q_w sigma_w q_x sigma_x is exact (6 significant bits a side), and each 1/G is rounded once per sum. So the
@@ -76,7 +76,7 @@ def w4a4_moe(
 
     gate_up [E, 2I, H] (gate rows first), down [E, H, I], packed; weights [T, K] float32 or bfloat16; ids [T, K];
     fc1_scale, fc2_scale: static encode scales of the two activations. `check`: UserError for ids outside [0, E) and for
-    NaN or Inf in x, both of which wait for the device. UserError for shapes, dtypes, devices and formats that the
+    NaN or Inf in x or the hidden vectors, all of which wait for the device. UserError for shapes, dtypes, devices and formats that the
     kernels cannot read.
     """
     check_arguments(x_TH, gate_up, down, weights_TK, ids_TK, fmt=fmt, check=check)
@@ -91,7 +91,7 @@ def w4a4_moe(
         routing = route(ids_TK, num_experts, block_pairs(num_pairs, num_experts))
         x = quantize_record(x_TH, fc1_scale, fmt=fmt, want_xhat=False, want_codes=True, check=check)
         hidden = hidden_vectors(x, gate_up, routing, ids_TK.shape, encode_scale=fc1_scale, fmt=fmt)
-        hidden = quantize_record(hidden, fc2_scale, fmt=fmt, want_xhat=False, want_codes=True, check=False)
+        hidden = quantize_record(hidden, fc2_scale, fmt=fmt, want_xhat=False, want_codes=True, check=check)
         out = weighted_outputs(hidden, down, weights_TK, routing, encode_scale=fc2_scale, fmt=fmt)
         return out.view(*ids_TK.shape, -1).sum(dim=1).to(torch.bfloat16)
 
@@ -328,7 +328,7 @@ def _specimen(name: str, kernel: Any, *, block_size: int, tile_pairs: int) -> Sp
 
 
 SPECIMENS = [
-    _specimen(f"{name} {fmt} {tile_pairs} pairs", kernel, block_size=block_size, tile_pairs=tile_pairs)
+    _specimen(f"w4a4 {name} {fmt} {tile_pairs} pairs", kernel, block_size=block_size, tile_pairs=tile_pairs)
     for name, kernel in (("gate_up", _gate_up_kernel), ("down", _down_kernel))
     for fmt, block_size in (("nvfp4", 16), ("mxfp4", 32))
     for tile_pairs in (MIN_BLOCK_PAIRS, MAX_BLOCK_PAIRS)
