@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODULES = ("fake_quant", "guided_fake_quant", "kv_cache", "quantize_record", "repack")
+MODULES = ("fake_quant", "guided_fake_quant", "kv_cache", "quantize_record", "repack", "w4a16_moe", "w4a4_moe")
 """Modules of this package that export SPECIMENS."""
 
 CAPABILITIES = (90, 100, 120)

@@ -18,9 +18,14 @@ from trace_rl.kernels import specimen
 from trace_rl.kernels.specimen import Specimen, compile_specimen
 
 MAX_REGISTERS = 128  # with 64 threads a program, 8 programs per multiprocessor
-SHARED_BYTES = 228 * 1024
+SHARED_BYTES = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # most that a program may have
 
 pytestmark = pytest.mark.slow
+
+
+def _label(case: Specimen) -> str:
+    """File of the kernel and name of the specimen."""
+    return f"{case.kernel.fn.__module__.rpartition('.')[2]}: {case.name}"
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +34,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("capability", specimen.CAPABILITIES)
-@pytest.mark.parametrize("case", specimen.specimens(), ids=lambda case: case.name.replace(" ", "_"))
+@pytest.mark.parametrize("case", specimen.specimens(), ids=_label)
 def test_kernel_compiles_without_spills_and_contraction(case: Specimen, capability: int) -> None:
     if capability < case.min_capability:
-        pytest.skip(f"{case.name} needs sm_{case.min_capability}")
+        pytest.skip(f"{_label(case)} needs sm_{case.min_capability}")
     compiled = compile_specimen(case, capability)
-    print(f"{case.name}, sm_{capability}: {compiled.registers} registers, {compiled.shared_bytes} B shared")
+    print(f"{_label(case)}, sm_{capability}: {compiled.registers} registers, {compiled.shared_bytes} B shared")
     assert compiled.local_bytes == 0, f"{compiled.local_bytes} bytes of registers per thread were spilled"
     assert 0 < compiled.registers <= 255
-    assert compiled.shared_bytes <= SHARED_BYTES
+    assert compiled.shared_bytes <= SHARED_BYTES[capability]
     assert f".target sm_{capability}" in compiled.ptx
     if case.bit_exact:
         assert compiled.registers <= MAX_REGISTERS
