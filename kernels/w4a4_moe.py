@@ -76,8 +76,8 @@ def w4a4_moe(
 
     gate_up [E, 2I, H] (gate rows first), down [E, H, I], packed; weights [T, K] float32 or bfloat16; ids [T, K];
     fc1_scale, fc2_scale: static encode scales of the two activations. `check`: UserError for ids outside [0, E) and for
-    NaN or Inf in x or the hidden vectors, all of which wait for the device. UserError for shapes, dtypes, devices and formats that the
-    kernels cannot read.
+    NaN or Inf in x or the hidden vectors, all of which wait for the device. UserError for shapes, dtypes,
+    devices and formats that the kernels cannot read.
     """
     check_arguments(x_TH, gate_up, down, weights_TK, ids_TK, fmt=fmt, check=check)
     if not INTERPRETED and 10 * torch.cuda.get_device_capability(x_TH.device)[0] < MIN_CAPABILITY:
