@@ -6,7 +6,7 @@ both, what a configuration *says* is quantized plays no part.
 
 Products are told apart by the innermost module and by their order inside it, which the architecture fixes:
 
-    experts     (FC1 input, gate_up^T), (FC2 input, down^T)
+    experts     (FC1 input, gate_up^T), (FC2 input, down^T)      also from inside the C++ operator
     self_attn   (q, K^T), (probs, V)           beside the projections, which are modules of their own
 
 This needs the `trace` implementations of experts and attention (`trace_rl.qat`), which multiply in this order.
@@ -18,6 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from trace_rl.kernels import experts
 
 OnProduct = Callable[[str, int, Tensor, Tensor], None]
 """Called with (module name, index of the product inside this call of the module, left operand, right operand)."""
@@ -40,10 +42,17 @@ class _Tap(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         positions = _PRODUCTS.get(func)
         if positions is not None:
-            name, index = self.stack[-1]
-            self.stack[-1][1] += 1
-            self.on_product(name, index, args[positions[0]], args[positions[1]])
+            self.report(args[positions[0]], args[positions[1]])
         return func(*args, **(kwargs or {}))
+
+    def report(self, left: Tensor, right: Tensor) -> None:
+        name, index = self.stack[-1]
+        self.stack[-1][1] += 1
+        self.on_product(name, index, left, right)
+
+    def on_experts(self, fc1_input: Tensor, gate_up: Tensor, fc2_input: Tensor, down: Tensor) -> None:
+        self.report(fc1_input, gate_up)
+        self.report(fc2_input, down)
 
 
 @contextmanager
@@ -65,7 +74,7 @@ def operand_tap(model: nn.Module | None, on_product: OnProduct) -> Iterator[None
         handles.append(module.register_forward_pre_hook(enter(name)))
         handles.append(module.register_forward_hook(leave))
     try:
-        with tap:
+        with tap, experts.observed(tap.on_experts):
             yield
     finally:
         for handle in handles:

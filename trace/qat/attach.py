@@ -31,6 +31,8 @@ from trace_rl.guidance.bits import unpack_bits
 from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.guidance.scales import recover_scales
 from trace_rl.kernels import dispatch as kernels
+from trace_rl.kernels import experts as fused
+from trace_rl.kernels.experts import ExpertMatrices
 from trace_rl.models.families import decoder_layers, family_of, moe_layers
 from trace_rl.qat.attention import trace_attention, trace_mask
 from trace_rl.qat.collector import Collector
@@ -60,6 +62,9 @@ class Qat:
         accelerator run after the clock has stopped)."""
         self._state: ForwardState | None = None
         self._weights: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
+        self._matrices: dict[int, tuple[tuple[int, ...], ExpertMatrices]] = {}
+        self.fused_experts = False
+        """Whether the routed experts run as one operator (``trace_rl.kernels.experts``)."""
 
     @contextmanager
     def forward(
@@ -142,13 +147,28 @@ class Qat:
         gate_up, down = experts.gate_up_proj, experts.down_proj
         if state.mode == "off" or not self.quant.weights:
             return gate_up, down
-        key = (gate_up._version, down._version, gate_up.data_ptr())
+        key = self._weights_key(experts)
         cached = self._weights.get(experts.trace_layer)
         if cached is None or cached[0] != key:
             with self._timed("weights"), torch.no_grad():
                 cached = (key, self.fake_quant_weight(gate_up), self.fake_quant_weight(down))
             self._weights[experts.trace_layer] = cached
         return straight_through(gate_up, cached[1]), straight_through(down, cached[2])
+
+    def expert_matrices(self, experts: nn.Module, gate_up: Tensor, down: Tensor) -> ExpertMatrices:
+        """The two matrices of ``expert_weights`` as the operator reads them, packed again when they change."""
+        backward = torch.is_grad_enabled()
+        key = (gate_up.data_ptr(), gate_up._version, down.data_ptr(), down._version, self._weights_key(experts))
+        cached = self._matrices.get(experts.trace_layer)
+        if cached is None or cached[0] != key or (backward and cached[1].down_turned is None):
+            cached = (key, ExpertMatrices.pack(gate_up, down, backward=backward))
+            self._matrices[experts.trace_layer] = cached
+        return cached[1]
+
+    @staticmethod
+    def _weights_key(experts: nn.Module) -> tuple[int, int, int]:
+        gate_up, down = experts.gate_up_proj, experts.down_proj
+        return gate_up._version, down._version, gate_up.data_ptr()
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -163,6 +183,7 @@ class Qat:
     def invalidate_weights(self) -> None:
         """Forget cached weight quantization; needed after writing parameters through ``.data``."""
         self._weights.clear()
+        self._matrices.clear()
 
     def _nearest(self, x: Tensor, *, state: ForwardState, layer: int, tensor: str, scale: float) -> Tensor:
         counts = state.collector is not None and state.collector.wants(layer=layer, tensor=tensor)
@@ -275,8 +296,18 @@ def attach(model: nn.Module, *, quant: QuantSpec, scales: StaticScales | None = 
     for layer in decoder_layers(model)[1]:
         if hasattr(layer, "self_attn"):
             layer.self_attn.trace_qat = qat
+    qat.fused_experts = _can_fuse(model, qat, layers[0].experts)
     model.trace_qat = qat
     return qat
+
+
+def _can_fuse(model: nn.Module, qat: Qat, experts: nn.Module) -> bool:
+    width = experts.down_proj.shape[-1]
+    fmt = qat.fmt if qat.quant.activations else None
+    reason = fused.refusal(
+        hidden_size=qat.dims.hidden_size, expert_width=width, device=experts.down_proj.device, fmt=fmt
+    )
+    return reason is None and model.config.hidden_act in ("silu", "swish") and experts.down_proj.dtype == torch.bfloat16
 
 
 def _check_rotary(model: nn.Module) -> None:

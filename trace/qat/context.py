@@ -59,6 +59,12 @@ class ForwardState:
         """Whether this forward quantizes the tensor ``fc1``, ``fc2``, ``k`` or ``v``."""
         return self.mode != "off" and getattr(self.quant, SCOPE_OF[tensor])
 
+    def touches_alone(self, *, layer: int, tensor: str) -> bool:
+        """Whether someone wants this tensor by itself: a recorder, or a collector that counts it."""
+        return self.recorder is not None or (
+            self.collector is not None and self.collector.wants(layer=layer, tensor=tensor)
+        )
+
     def touches(self, *, layer: int, tensor: str) -> bool:
         """Whether the tensor must pass through ``Qat.quantize``: to be rounded, or to be counted."""
         counted = self.collector is not None and self.collector.wants(layer=layer, tensor=tensor)

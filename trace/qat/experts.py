@@ -4,10 +4,11 @@ Registered in transformers' ``ALL_EXPERTS_FUNCTIONS``. The FC1 input is quantize
 shared by the token's experts (the rollout records one vector per token per layer). The FC2 input is quantized per
 token and expert, round to nearest on both sides, never guided.
 
-Tokens are sorted by expert and every expert's rows are padded with zero rows to a multiple of 64 (16 for few tokens):
-oneDNN builds a new kernel for every new matmul shape, and the multiples keep the shapes few. Padding all experts to
-one capacity instead doubles the rows of a realistic routing. Dispatch and combine are gathers in both directions (the
-inverse permutation is known), so no backward ever scatters.
+Where it can, this runs as one operator (``trace_rl.kernels.experts``). Otherwise, and where the FC2 input is recorded
+or counted, it is composed here: tokens are sorted by expert and every expert's rows are padded with zero rows to a
+multiple of 64 (16 for few tokens), because oneDNN builds a new kernel for every new matmul shape, and the multiples
+keep the shapes few. Padding all experts to one capacity instead doubles the rows of a realistic routing. Dispatch and
+combine are gathers in both directions (the inverse permutation is known), so no backward ever scatters.
 
 Shapes: N tokens, K experts per token, E experts, R padded rows, H hidden, I expert width.
 """
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import grouped_mm
+
+from trace_rl.kernels.experts import routed_experts_with_gradient
 
 FEW_ROWS, MANY_ROWS = 16, 64
 
@@ -110,6 +113,17 @@ def trace_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
     if state.recorder is not None:
         state.recorder.on_operand(layer, "fc1", x)
     gate_up, down = qat.expert_weights(self, state)
+    if qat.fused_experts and not state.touches_alone(layer=layer, tensor="fc2"):
+        return routed_experts_with_gradient(
+            x,
+            top_k_weights,
+            gate_up,
+            down,
+            top_k_index,
+            qat.expert_matrices(self, gate_up, down),
+            fmt=qat.fmt if state.quantizes("fc2") else None,
+            fc2_scale=qat.encode_scale(layer=layer, tensor="fc2") if state.quantizes("fc2") else 1.0,
+        )
     dispatch = Dispatch.plan(top_k_index.long(), num_experts=gate_up.shape[0])
     x_RH = _Scatter.apply(x, dispatch)
     h_RI = self._apply_gate(grouped_mm(x_RH, gate_up.transpose(1, 2), offs=dispatch.ends))

@@ -4,8 +4,9 @@ Weights: quantize-dequantize per expert and matrix at load and at every refit, `
 itself (gate and up share one encode scale). FC1 input: once per token, before dispatch, with the layer's static scale;
 this is the guided tensor. FC2 input: per token and expert, round to nearest.
 
-The experts run as two batched matmuls over rows padded to a common capacity from a coarse ladder: oneDNN compiles a
-kernel for every new shape, and a Python loop over experts is several times slower at these sizes.
+Where it can, a layer runs as one operator (``trace_rl.kernels.experts``), the trainer's too. Otherwise the experts run
+as two batched matmuls over rows padded to a common capacity from a coarse ladder: oneDNN compiles a kernel for every
+new shape, and a Python loop over experts is several times slower at these sizes.
 
 Shapes: T tokens, K experts per token, E experts, C capacity, H hidden, I expert width.
 """
@@ -24,6 +25,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from trace_rl.errors import UserError
 from trace_rl.kernels import dispatch as kernels
+from trace_rl.kernels.experts import ExpertMatrices, routed_experts
+from trace_rl.kernels.experts import refusal as fused_refusal
 from trace_rl.rollout.vllm_plugin import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -53,6 +56,9 @@ class TraceMoEMethod(FusedMoEMethodBase):
         self.layer_id = layer_id
         self.weights_hold_codes = config.packed
         """The loader wrote dequantized codes: the first quantization is skipped."""
+        self.fused = False
+        self.matrices: ExpertMatrices | None = None
+        """The weights as the fused operator reads them, packed again at every refit."""
         self.fc1_scale = config.scales.get("fc1", layer_id) if self.quant.activations else 1.0
         self.fc2_scale = config.scales.get("fc2", layer_id) if self.quant.activations else 1.0
 
@@ -83,17 +89,22 @@ class TraceMoEMethod(FusedMoEMethodBase):
         """Quantize the weights just loaded, unless they came from packed codes."""
         if layer.apply_router_weight_on_input:
             raise UserError(f"layer {self.layer_id}: gate values applied to the input are not supported")
-        if self.weights_hold_codes:
-            self.weights_hold_codes = False
-        else:
-            self.quantize_weights(layer)
+        self.fused = layer.activation is MoEActivation.SILU and self._can_fuse(layer.w2_weight)
+        self.quantize_weights(layer)
+        self.weights_hold_codes = False
 
     def quantize_weights(self, layer: RoutedExperts) -> None:
         """Replace both weights in place by their quantized values, one encode scale per expert and matrix."""
-        if not self.quant.weights:
-            return
-        for weight in (layer.w13_weight.data, layer.w2_weight.data):
-            weight.copy_(kernels.fake_quant_experts(weight, fmt=self.format, check=False))
+        if self.quant.weights and not self.weights_hold_codes:
+            for weight in (layer.w13_weight.data, layer.w2_weight.data):
+                weight.copy_(kernels.fake_quant_experts(weight, fmt=self.format, check=False))
+        if self.fused:
+            self.matrices = ExpertMatrices.pack(layer.w13_weight.data, layer.w2_weight.data, backward=False)
+
+    def _can_fuse(self, down: Tensor) -> bool:
+        fmt = self.format if self.quant.activations else None
+        reason = fused_refusal(hidden_size=down.shape[1], expert_width=down.shape[2], device=down.device, fmt=fmt)
+        return reason is None and down.dtype == torch.bfloat16
 
     def apply(
         self,
@@ -107,6 +118,9 @@ class TraceMoEMethod(FusedMoEMethodBase):
         """x [T, H], topk_weights and topk_ids [T, K] -> [T, H]. Shared experts are run by vLLM's runner."""
         ids_TK = topk_ids.long()
         x_TH = self._quantize_input(x, ids_TK)
+        if self.matrices is not None:
+            fmt = self.format if self.quant.activations else None
+            return routed_experts(x_TH, topk_weights, ids_TK, self.matrices, fmt=fmt, fc2_scale=self.fc2_scale)
         num_tokens, top_k = ids_TK.shape
         num_experts = layer.w13_weight.shape[0]
 
