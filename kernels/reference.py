@@ -234,6 +234,6 @@ def _moe(
 
 
 def _expert_matrix(packed: PackedExperts, expert: int, *, fmt: Format) -> Tensor:
-    """float32 [R, C] of one expert."""
+    """float32 [R, C] of one expert, rounded to BF16: the operand of the trainer and the engine."""
     parts = (packed.codes[expert], packed.block_scale[expert], packed.encode_scale[expert])
-    return QuantizedTensor(fmt, *parts).dequantize()
+    return QuantizedTensor(fmt, *parts).dequantize().to(torch.bfloat16).float()

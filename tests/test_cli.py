@@ -20,6 +20,10 @@ STAGES = ["checkpoint", "data", "calibrate", "audit", "parity", "train", "quanti
 GROUPS = [
     ["bench"],
     ["bench", "rollout"],
+    ["bench", "step"],
+    ["bench", "kernels"],
+    ["bench", "moe"],
+    ["bench", "model"],
     ["config"],
     ["config", "schema"],
     ["config", "defaults"],

@@ -1,5 +1,7 @@
 """The PyTorch oracle engine: recorded is what was used, samples are independent of batching, weights reload."""
 
+import time
+
 import pytest
 import torch
 from tiny import random_weights
@@ -81,7 +83,15 @@ def test_shapes_orders_and_finish_reasons(checkpoint):
         assert t.finish_reason == ("stop" if ended else "length")
         assert ended or t.num_tokens - t.prompt_len == 10
         assert 1 not in t.response_ids[:-1]
-    assert batch.seconds["record"] < batch.seconds["generate"]
+
+
+def test_phases_do_not_overlap(checkpoint):
+    eng = engine(checkpoint)
+    started = time.perf_counter()
+    seconds = eng.generate(PROMPTS, SAMPLING, GuidanceSpec()).seconds
+    elapsed = time.perf_counter() - started
+    assert seconds["generate"] > 0 and seconds["record"] > 0
+    assert seconds["generate"] + seconds["record"] <= elapsed
 
 
 def test_samples_do_not_depend_on_the_batch(checkpoint):

@@ -138,7 +138,7 @@ class TorchEngine:
             recording=recording,
             quant_hash=self.quant.hash(),
             policy_version=self.policy_version,
-            seconds={"generate": time.perf_counter() - started, "record": record_s},
+            seconds={"generate": time.perf_counter() - started - record_s, "record": record_s},
             stats={"generated_tokens": float(sum(t.num_tokens - t.prompt_len for t in trajectories))},
         )
 
