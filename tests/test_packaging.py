@@ -126,7 +126,7 @@ def test_wheel_holds_every_module_and_data_file(repository: Path, project: dict,
     (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == expected
-    assert {Path(name).suffix for name in names} >= {".py", ".cpp", ".h", ".yaml", ".html"}  # what is read at run time
+    assert {Path(name).suffix for name in names} >= {".py", ".cpp", ".h", ".yaml", ".j2"}  # what is read at run time
 
 
 def test_ci_runs_make_test_from_anywhere(repository: Path) -> None:
