@@ -14,7 +14,6 @@ without a record (`valid` false) take their own scale and round to nearest in th
 identity and the caller's affair. The twin is trace_rl.kernels.reference.guided_fake_quant.
 """
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -191,7 +190,7 @@ def guided_fake_quant(
             scale.number,
             scale.inverse,
             scale.rows_per_scale,
-            float(np.float32(0.5 * (UNGATED - gate))),
+            0.5 * (UNGATED - gate),
             xhat,
             flag,
             RULE=rule,

@@ -9,7 +9,9 @@ from transformers import Qwen3MoeConfig
 from trace_rl import formats
 from trace_rl.config.guidance import FULL, GuidanceSpec
 from trace_rl.errors import UserError
-from trace_rl.guidance import ModelDims, RecordLayout, pack_bits, pack_scales, plan, recover_scales, unpack_bits
+from trace_rl.guidance import pack_bits, pack_scales, recover_scales, unpack_bits
+from trace_rl.guidance.accounting import plan
+from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.guidance.scales import recovery_failures
 from trace_rl.guidance.store import read_shard, write_shard
 

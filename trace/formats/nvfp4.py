@@ -15,9 +15,10 @@ comes before the cast (casts of larger values differ between devices). A block w
 exact zeros. Bitwise equal to vLLM's reference quantizer on tests/golden/nvfp4_reference.npz.
 """
 
+import math
+from ctypes import c_float
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from trace_rl.formats import e2m1
 from trace_rl.formats.quantized import EncodeScale, Format, block_amax
 
 E4M3_MAX = 448.0
-ONE_SIXTH = float(np.float32(1.0 / 6.0))
+ONE_SIXTH = c_float(1.0 / 6.0).value
 # Beyond this the FP32 reciprocals overflow; only reached by tensors whose largest magnitude is below 2e-30.
 MAX_ENCODE_SCALE = 2.0**110
 
@@ -87,16 +88,16 @@ def e4m3_values(byte: Tensor) -> Tensor:
 
 def checked_encode_scale(encode_scale: float) -> float:
     """The number rounded to FP32; UserError unless it is positive and finite."""
-    scale = np.float32(encode_scale)
-    if not np.isfinite(scale) or scale <= 0:
+    scale = c_float(encode_scale).value
+    if not math.isfinite(scale) or scale <= 0:
         raise UserError(f"encode scale {encode_scale} must be positive and finite: run the calibration stage again")
-    return float(scale)
+    return scale
 
 
 @lru_cache(maxsize=4096)
 def _split_number(encode_scale: float) -> tuple[float, float]:
     scale = checked_encode_scale(encode_scale)
-    return scale, float(np.float32(1.0) / np.float32(scale))
+    return scale, c_float(1.0 / scale).value  # FP32's quotient: rounding a double quotient once more changes nothing
 
 
 def _e4m3(amax: Tensor, scale: EncodeScale) -> Tensor:
