@@ -62,12 +62,15 @@ def why_not() -> str | None:
 def operator() -> ModuleType:
     """The loaded operator. UserError where there is no compiler or it refuses the source."""
     target = _build_folder() / f"{NAME}.so"
-    if not target.is_file():
-        target.parent.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.parent.parent / f"{NAME}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
-            if not target.is_file():
-                _build(target.parent)
+    try:
+        if not target.is_file():
+            target.parent.parent.mkdir(parents=True, exist_ok=True)
+            with open(target.parent.parent / f"{NAME}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released with the process, however it ends
+                if not target.is_file():
+                    _build(target.parent)
+    except OSError as error:
+        raise UserError(f"the C++ operator cannot be stored ({error}): set TORCH_EXTENSIONS_DIR") from error
     spec = importlib.util.spec_from_file_location(NAME, target)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -120,6 +123,7 @@ def _build(folder: Path) -> None:
         finished = Path(scratch) / "finished"
         finished.mkdir()
         shutil.copy2(Path(scratch) / f"{NAME}.so", finished)
+        shutil.rmtree(folder, ignore_errors=True)  # without the operator in it: whatever it holds is in the way
         finished.replace(folder)
 
 
@@ -128,20 +132,13 @@ def _build(folder: Path) -> None:
 
 def fake_quant(x: Tensor, encode_scale: EncodeScale, *, fmt: Format, check: bool = True) -> Tensor:
     """See reference.fake_quant."""
-    rows = _rows(x, fmt)
-    xhat = torch.empty(x.shape, dtype=x.dtype)
-    scale, group = _scale(encode_scale, x)
-    finite = operator().nearest(
-        rows, scale, group, format_number(fmt), xhat.view(rows.shape), None, None, None, None, 0, 0, 8
-    )
-    if check and not finite:
-        check_finite(x, "x")
-    return xhat
+    return _quantize(x, encode_scale, fmt=fmt, checked_as="x" if check else None).xhat
 
 
 def fake_quant_experts(weight_ERC: Tensor, *, fmt: Format, check: bool = True) -> Tensor:
     """See reference.fake_quant_experts."""
-    return fake_quant(weight_ERC, reference.expert_encode_scale(weight_ERC, fmt=fmt)[:, None], fmt=fmt, check=check)
+    encode_scale = reference.expert_encode_scale(weight_ERC, fmt=fmt)[:, None]
+    return _quantize(weight_ERC, encode_scale, fmt=fmt, checked_as="expert weights" if check else None).xhat
 
 
 def quantize_record(
@@ -155,34 +152,15 @@ def quantize_record(
     check: bool = True,
 ) -> Quantized:
     """See reference.quantize_record."""
-    rows = _rows(x, fmt)
-    cols = x.shape[-1]
-    xhat = torch.empty(x.shape, dtype=x.dtype) if want_xhat else None
-    codes = torch.empty((*x.shape[:-1], cols // 2), dtype=torch.uint8) if want_codes else None
-    block_scale = torch.empty((*x.shape[:-1], cols // fmt.block_size), dtype=torch.uint8) if want_codes else None
-    scale, group = _scale(encode_scale, x)
-    buffer = slots = None
-    start = bits = 0
-    scale_bits = 8
-    if target is not None:
-        buffer, slots, start, bits, scale_bits = _target(target, rows, fmt)
-    finite = operator().nearest(
-        rows,
-        scale,
-        group,
-        format_number(fmt),
-        None if xhat is None else xhat.view(rows.shape),
-        codes,
-        block_scale,
-        buffer,
-        slots,
-        start,
-        bits,
-        scale_bits,
+    return _quantize(
+        x,
+        encode_scale,
+        fmt=fmt,
+        target=target,
+        want_xhat=want_xhat,
+        want_codes=want_codes,
+        checked_as="x" if check else None,
     )
-    if check and not finite:
-        check_finite(x, "x")
-    return Quantized(xhat=xhat, codes=codes, block_scale=block_scale)
 
 
 def guided_fake_quant(
@@ -205,6 +183,8 @@ def guided_fake_quant(
             f"{bits} bits: pass the packed rows of the same tokens"
         )
     rows = _rows(x, fmt)
+    if valid is not None and (valid.shape != rows.shape[:1] or valid.dtype != torch.bool):
+        raise UserError(f"valid must be bool [{rows.shape[0]}]; it is {valid.dtype} {tuple(valid.shape)}")
     xhat = torch.empty(x.shape, dtype=x.dtype)
     scale, group = _scale(encode_scale, x)
     finite = operator().guided(
@@ -236,6 +216,12 @@ def kv_quantize_record(
     check: bool = True,
 ) -> None:
     """See reference.kv_quantize_record."""
+    _check_slots(slots, x.shape[0])
+    # Before the record is written.
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(cache_codes):
+        raise UserError(
+            f"slots {int(slots.min())} to {int(slots.max())} lie outside a cache of {len(cache_codes)} rows"
+        )
     _, codes, block_scale = quantize_record(
         x, encode_scale, fmt=fmt, target=target, want_xhat=False, want_codes=True, check=check
     )
@@ -246,10 +232,56 @@ def kv_quantize_record(
 def repack(weight_ERC: Tensor, *, fmt: Format, check: bool = True) -> PackedExperts:
     """See reference.repack."""
     encode_scale = reference.expert_encode_scale(weight_ERC, fmt=fmt)
-    _, codes, block_scale = quantize_record(
-        weight_ERC, encode_scale[:, None], fmt=fmt, want_xhat=False, want_codes=True, check=check
+    _, codes, block_scale = _quantize(
+        weight_ERC,
+        encode_scale[:, None],
+        fmt=fmt,
+        want_xhat=False,
+        want_codes=True,
+        checked_as="expert weights" if check else None,
     )
     return PackedExperts(codes=codes, block_scale=block_scale, encode_scale=encode_scale)
+
+
+def _quantize(
+    x: Tensor,
+    encode_scale: EncodeScale,
+    *,
+    fmt: Format,
+    target: RecordTarget | None = None,
+    want_xhat: bool = True,
+    want_codes: bool = False,
+    checked_as: str | None,
+) -> Quantized:
+    """As `quantize_record`; `checked_as`: the name under which NaN and Inf are reported, None: not at all."""
+    rows = _rows(x, fmt)
+    cols = x.shape[-1]
+    xhat = torch.empty(x.shape, dtype=x.dtype) if want_xhat else None
+    codes = torch.empty((*x.shape[:-1], cols // 2), dtype=torch.uint8) if want_codes else None
+    block_scale = torch.empty((*x.shape[:-1], cols // fmt.block_size), dtype=torch.uint8) if want_codes else None
+    scale, group = _scale(encode_scale, x)
+    buffer = slots = None
+    start = bits = 0
+    scale_bits = 8
+    if target is not None:
+        buffer, slots, start, bits, scale_bits = _target(target, rows, fmt)
+    finite = operator().nearest(
+        rows,
+        scale,
+        group,
+        format_number(fmt),
+        None if xhat is None else xhat.view(rows.shape),
+        codes,
+        block_scale,
+        buffer,
+        slots,
+        start,
+        bits,
+        scale_bits,
+    )
+    if checked_as is not None and not finite:
+        check_finite(x, checked_as)
+    return Quantized(xhat=xhat, codes=codes, block_scale=block_scale)
 
 
 def _rows(x: Tensor, fmt: Format) -> Tensor:
@@ -289,8 +321,23 @@ def _scale(encode_scale: EncodeScale, x: Tensor) -> tuple[Tensor, int]:
 
 
 def _target(target: RecordTarget, rows: Tensor, fmt: Format) -> tuple[Tensor, Tensor, int, int, int]:
-    buffer, slots = target.buffer, target.slots.contiguous()
-    stop = target.start + target.num_bytes(rows.shape[1], fmt.block_size)
-    assert buffer.dtype == torch.uint8 and buffer.stride(1) == 1 and stop <= buffer.shape[1], buffer.shape
-    assert slots.dtype == torch.int64 and slots.shape == rows.shape[:1], (slots.dtype, slots.shape)
-    return buffer, slots, target.start, target.bits, target.scale_bits
+    """The target as the operator takes it, which checks the slots' range itself and would write wherever it points."""
+    if target.bits not in (1, 2, 3, 4):
+        raise UserError(f"guidance.bits is {target.bits}; choose 1, 2, 3 or 4 (4 = full codes)")
+    if target.scale_bits not in (2, 8):
+        raise UserError(f"guidance.scale_bits is {target.scale_bits}; choose 8 (the whole scale) or 2 (recovered)")
+    buffer, start = target.buffer, target.start
+    stop = start + target.num_bytes(rows.shape[1], fmt.block_size)
+    fits = buffer.dim() == 2 and buffer.stride(1) == 1 and start >= 0 and stop <= buffer.shape[1]
+    if buffer.dtype != torch.uint8 or not fits:
+        raise UserError(
+            f"the record of {rows.shape[1]} columns needs bytes {start} to {stop} of uint8 rows; the buffer is "
+            f"{buffer.dtype} {tuple(buffer.shape)}: it was made for another layout"
+        )
+    _check_slots(target.slots, rows.shape[0])
+    return buffer, target.slots.contiguous(), start, target.bits, target.scale_bits
+
+
+def _check_slots(slots: Tensor, num_rows: int) -> None:
+    if slots.shape != (num_rows,) or slots.dtype != torch.int64:
+        raise UserError(f"slots must be int64 [{num_rows}], one per row; they are {slots.dtype} {tuple(slots.shape)}")

@@ -18,6 +18,7 @@ typedef uint8_t B __attribute__((vector_size(16)));
 
 constexpr int kLanes = 16;
 constexpr int32_t kMagnitude = 0x7FFFFFFF, kExponent = 0x7F800000, kOne = 0x3F800000, kSix = 0x40C00000;
+constexpr int32_t kNan = 0x7FC00000;
 constexpr float kStepToMagic = 6291456.0f;  // 1.5 * 2^22: times p, a float whose unit in the last place is p/2
 constexpr U kLane8 = {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr I kUpperHalf = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
@@ -81,10 +82,12 @@ inline I e4m3_code(F value) {
   const I subnormal = (I)(value + 16384.0f) - 0x46800000;  // 2^14: its unit in the last place is 2^-9
   return value < 0.015625f ? subnormal : normal;
 }
-inline F e4m3_value(I code) {
+inline F e4m3_value(I byte) {  // of any byte: a foreign or unwritten one may be negative, or NaN (127)
+  const I code = byte & 127;
   const F normal = (F)((code + (120 << 3)) << 20);
   const F subnormal = __builtin_convertvector(code, F) * 0.001953125f;
-  return code < 8 ? subnormal : normal;
+  const I magnitude = (I)(code < 8 ? subnormal : normal);
+  return (F)((code == 127 ? I{} + kNan : magnitude) | (byte & 128) << 24);
 }
 
 inline F reciprocal(F step) { return step == 0.0f ? F{} : 1.0f / step; }

@@ -75,7 +75,7 @@ bool nearest(const Tensor& x, const Tensor& encode_scale, int64_t group, int64_t
     if (buffer) {
       for (int64_t row = 0; row < x.size(0); ++row) {
         const int64_t slot = slots->const_data_ptr<int64_t>()[row];
-        TORCH_CHECK(slot >= 0 && slot < buffer->size(0), "slot ", slot, " of ", buffer->size(0));
+        TORCH_CHECK(slot >= 0 && slot < buffer->size(0), "slot ", slot, " lies outside a buffer of ", buffer->size(0), " rows");
       }
       out.record = bytes(buffer) + start;
       out.slots = slots->const_data_ptr<int64_t>();

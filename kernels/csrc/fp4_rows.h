@@ -127,7 +127,7 @@ bool guided_rows(const T* x, int64_t stride, int64_t cols, Scales scales, const 
     if (guide.valid && !guide.valid[row]) {
       Outputs<T> out;
       out.xhat = xhat;
-      if (!nearest_rows<Fmt, T, 0>(x, stride, cols, scales, out, 8, row, row + 1)) most += kExponent;
+      if (!nearest_rows<Fmt, T, 0>(x, stride, cols, scales, out, 8, row, row + 1)) most = larger(most, I{} + kExponent);
       continue;
     }
     const Fmt fmt(scales.of_row(row));

@@ -193,6 +193,13 @@ std::pair<Tensor, std::shared_ptr<Saved>> forward(const Tensor& x, const Tensor&
                                                   const Tensor& gate_up, const Tensor& down, int64_t fc2_format,
                                                   double fc2_scale, bool keep) {
   const Sizes s{x.size(0), ids.size(1), gate_up.size(0), x.size(1), down.size(1) * 2};
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 && gate_up.scalar_type() == at::kInt && down.scalar_type() == at::kInt,
+              "x must be bfloat16 and the experts packed pairs of it");
+  TORCH_CHECK(gate_up.sizes() == at::IntArrayRef({s.experts, s.hidden / 2, 2 * s.inter}) &&
+                  down.sizes() == at::IntArrayRef({s.experts, s.inter / 2, s.hidden}),
+              "experts of ", gate_up.sizes(), " and ", down.sizes(), " do not fit x of ", x.sizes());
+  TORCH_CHECK(ids.size(0) == s.tokens && weights.sizes() == ids.sizes(), "a gate value and an id per token and expert");
+  TORCH_CHECK(s.hidden % kTile == 0 && s.inter % kTile == 0, "sizes must be multiples of ", kTile);
   auto saved = std::make_shared<Saved>(
       Saved{Plan(ids.const_data_ptr<int64_t>(), s.tokens * s.top_k, s.experts), s, x, {}, {}, {}});
   const Plan& plan = saved->plan;
@@ -235,6 +242,7 @@ std::vector<Tensor> backward(const Tensor& grad, const Saved& saved, const Tenso
   const Plan& plan = saved.plan;
   const Sizes& s = saved.sizes;
   const int64_t num_pairs = s.tokens * s.top_k;
+  TORCH_CHECK(grad.scalar_type() == at::kBFloat16 && grad.sizes() == saved.x.sizes(), "a gradient of another output");
   const float* gate_values = weights.const_data_ptr<float>();
   Tensor grad_x = at::empty({s.tokens, s.hidden}, grad.options());
   Tensor grad_weights = at::empty({s.tokens, s.top_k}, weights.options());
