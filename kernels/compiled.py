@@ -18,6 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -108,7 +110,7 @@ def _build(folder: Path) -> None:
     from torch.utils import cpp_extension  # slow to import, and needed once per machine
 
     # The builder's own lock file outlives a killed build, so every build has a folder of its own.
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{NAME}_build_") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{NAME}_build_") as scratch, _ninja_on_path():
         try:
             cpp_extension.load(
                 NAME,
@@ -118,13 +120,24 @@ def _build(folder: Path) -> None:
                 is_python_module=False,
             )
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            reason = next((line for line in str(error).splitlines() if "error" in line.lower()), str(error)[:200])
+            reason = next((line for line in str(error).splitlines() if "error: " in line), str(error)[:200])
             raise UserError(f"the C++ operator did not build: {reason.strip()}") from error
         finished = Path(scratch) / "finished"
         finished.mkdir()
         shutil.copy2(Path(scratch) / f"{NAME}.so", finished)
         shutil.rmtree(folder, ignore_errors=True)  # without the operator in it: whatever it holds is in the way
         finished.replace(folder)
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """The environment's own ninja is found also by a Python whose environment was not activated."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 # The functions of trace_rl.kernels.reference ------------------------------------------------------------------------
