@@ -70,7 +70,7 @@ def contractible_kernel(x_ptr):
 def test_spills_are_seen() -> None:
     small, large = (
         Specimen("crowded", crowded_kernel, {"x_ptr": "*fp32:16"}, {"VALUES": values}, num_warps=1)
-        for values in (1024, 32768)
+        for values in (1024, 16384)
     )
     assert compile_specimen(small, 90).local_bytes == 0
     assert compile_specimen(large, 90).local_bytes > 0

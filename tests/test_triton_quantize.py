@@ -1,6 +1,6 @@
-"""The Triton quantization kernels, run by Triton's interpreter in a process of their own (tests/triton_interpret).
+"""The Triton kernels, run by Triton's interpreter in processes of their own (tests/triton_interpret).
 
-The interpreter must be chosen before triton is imported, hence the process. What ran is read from pytest's report: a
+The interpreter must be chosen before triton is imported, hence the processes. What ran is read from pytest's report: a
 process that collects nothing proves nothing.
 """
 
@@ -17,15 +17,18 @@ from trace_rl import formats
 from trace_rl.errors import UserError
 from trace_rl.kernels import fake_quant
 
-FILES = ("test_quantize.py", "test_guided.py")
-NUM_TESTS = 132
+PROCESSES = {("test_quantize.py", "test_guided.py"): 132, ("test_moe.py",): 28}
+"""Files that share a process, and how many tests they hold."""
 
 
 @pytest.mark.slow
-def test_kernels_equal_their_twins_in_the_interpreter(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("files", "num_tests"), PROCESSES.items(), ids=["quantization", "moe"])
+def test_kernels_equal_their_twins_in_the_interpreter(
+    files: tuple[str, ...], num_tests: int, repository: Path, tmp_path: Path
+) -> None:
     folder = repository / "tests" / "triton_interpret"
     report = tmp_path / "report.xml"
-    command = [sys.executable, "-m", "pytest", *(folder / file for file in FILES)]
+    command = [sys.executable, "-m", "pytest", *(folder / file for file in files)]
     run = subprocess.run(
         [*command, "-p", "no:cacheprovider", "-q", f"--junit-xml={report}"],
         cwd=repository,
@@ -38,7 +41,12 @@ def test_kernels_equal_their_twins_in_the_interpreter(repository: Path, tmp_path
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    assert counts == {"tests": NUM_TESTS, "failures": 0, "errors": 0, "skipped": 0}, run.stdout[-20000:]
+    assert counts == {"tests": num_tests, "failures": 0, "errors": 0, "skipped": 0}, run.stdout[-20000:]
+
+
+def test_every_file_has_a_process(repository: Path) -> None:
+    files = {path.name for path in (repository / "tests" / "triton_interpret").glob("test_*.py")}
+    assert files == {file for files in PROCESSES for file in files}
 
 
 def test_a_run_without_the_interpreter_does_not_collect_them(repository: Path) -> None:
