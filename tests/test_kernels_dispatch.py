@@ -242,7 +242,7 @@ def test_importing_the_dispatch_does_not_import_triton(tmp_path):
 @pytest.mark.parametrize("compiler", ["absent", "fails at once", "fails at compiling", "no place for the result"])
 def test_auto_without_a_working_compiler_says_so_once_and_uses_pytorch(compiler, tmp_path):
     folder, cxx = tmp_path / "extensions", "/nonexistent"
-    reason = "no C++ compiler '/nonexistent' .set CXX, or install g..[)]"
+    reason = r"no C\+\+ compiler '/nonexistent' \(set CXX, or install g\+\+\)"
     if compiler == "no place for the result":
         if compiled.why_not() is not None:
             pytest.skip("no compiler")
