@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -442,3 +445,30 @@ def test_a_guided_method_records_what_the_kernels_are_measured_with():
     for spec in (GuidanceSpec(layers="all"), FULL):
         field = RecordLayout.build(spec, dims).field(0, "fc1")
         assert field.stop - field.start == bench_kernels.record_bytes(2048, spec.bits)
+
+
+@pytest.mark.slow
+def test_a_host_without_the_instructions_leaves_the_experts_out_and_says_so(repository, tmp_path):
+    for name in ("trace", "workflow", "config"):
+        shutil.copytree(repository / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(repository / "kernels", tmp_path / "trace" / "kernels")
+    shutil.copy(repository / "Snakefile", tmp_path)
+    stage = tmp_path / "trace" / "stages" / "bench_moe.py"
+    stage.write_text(stage.read_text().replace('FEATURES = ("amx_tile"', 'FEATURES = ("no_such_instruction"'))
+    (tmp_path / "import").mkdir()
+    (tmp_path / "import" / "trace_rl").symlink_to(tmp_path / "trace")
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "snakemake", "-n", "-p", "--cores", "1", "bench"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "import")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    text = run.stdout + run.stderr
+    assert run.returncode == 0, text
+    assert text.count("bench_moe is left out of the benchmarks: vLLM's MXFP4 experts") == 1
+    assert "no_such_instruction" in text
+    assert "rule bench_model:" in text and "rule bench_moe:" not in text
+    (command,) = (line for line in text.splitlines() if "trace-rl bench model" in line)
+    assert command.count("--measured") == 1 and "moe.json" not in command

@@ -7,8 +7,10 @@
 # Gates (audit, parity) are ordinary inputs of training: `ancient` ones would hide changed params of the jobs behind them.
 # A training whose settings, data and code are unchanged only writes its outputs again.
 
+import functools
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,6 +80,29 @@ def evaluated_policy(wildcards):
     if wildcards.method in TRAINED:
         return f"{PATHS.train(wildcards.method, wildcards.seed)}/policy"
     return [base_policy(wildcards), PATHS.quantized(wildcards.method, wildcards.seed)]
+
+
+@functools.cache
+def moe_refusal():
+    """Why this host cannot run bench_moe, or "". Asked in a process of its own: the answer needs torch and vLLM."""
+    question = "from trace_rl.stages.bench_moe import unsupported; print(unsupported() or '')"
+    asked = subprocess.run([sys.executable, "-P", "-c", question], capture_output=True, text=True)
+    if asked.returncode != 0:
+        raise WorkflowError(f"bench_moe: cannot ask whether this host can run it\n{asked.stderr}")
+    reason = asked.stdout.splitlines()[-1]
+    if reason:
+        print(f"bench_moe is left out of the benchmarks: {reason}", file=sys.stderr)
+    return reason
+
+
+def moe_benchmark(wildcards):
+    """What bench_moe writes, on a host that can run it."""
+    return [] if moe_refusal() else PATHS.bench_moe
+
+
+def measured_options(wildcards, input):
+    """The benchmarks that the decode model is compared with, as options."""
+    return " ".join(f"--measured {shlex.quote(path)}" for path in input)
 
 
 def show_results():
