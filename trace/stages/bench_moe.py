@@ -6,10 +6,11 @@ Decoding a few tokens reads every chosen expert's weights once and does little w
 
 and 4-bit weights with a scale byte per 32 values (4.25 bits instead of 16) could be up to 3.76 times faster. vLLM's
 MXFP4 W4A16 experts for CPU keep the weights packed, unpack them in registers and multiply in AMX tiles. Against them:
-vLLM's own BF16 experts (AMX, prepacked) and this package's BF16 experts (padded batched matmul, weights that stay in
-place for refits, and that read every expert whatever was chosen).
+vLLM's own BF16 experts (AMX, prepacked), and both ways in which this package runs BF16 experts: as one operator, on
+matrices packed again at every refit, and, where that cannot run, as a padded batched matmul, which reads every expert
+whatever was chosen.
 
-All three multiply the same values: BF16 holds every MXFP4 value of these weights exactly. Before anything is timed
+All multiply the same values: BF16 holds every MXFP4 value of these weights exactly. Before anything is timed
 each is compared with ``kernels.reference.w4a16_moe``; only the order of summation and the rounding of intermediate
 results may differ.
 
@@ -26,7 +27,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from trace_rl import formats
 from trace_rl.config.quant import BF16
 from trace_rl.errors import UserError
 from trace_rl.kernels import reference
+from trace_rl.kernels.experts import ExpertMatrices, refusal, routed_experts
 from trace_rl.kernels.reference import PackedExperts
 from trace_rl.models.checkpoint_io import write_json
 from trace_rl.rollout.vllm_engine import prepare_environment
@@ -114,7 +116,8 @@ class Experts:
 def run(json_file: Path | None) -> dict[str, Any]:
     """Check and time the implementations; returns what ``json_file`` (None: no file) gets.
 
-    UserError on a host without the instructions, vLLM for CPU, or memory. Thread counts above its cores are left out.
+    UserError on a host without the instructions, vLLM for CPU, this package's operator, or memory. Thread counts above
+    its cores are left out.
     """
     reason = unsupported()
     if reason is not None:
@@ -187,7 +190,7 @@ def prepare(shape: MoEShape, *, cache_bytes: int) -> tuple[list[Experts], dict[s
     down = random_experts(shape.num_experts, rows=shape.hidden, cols=shape.inter, seed=1)
     experts = [
         build(gate_up, down, shape=shape, cache_bytes=cache_bytes)
-        for build in (vllm_mxfp4_experts, vllm_bf16_experts, own_bf16_experts)
+        for build in (vllm_mxfp4_experts, vllm_bf16_experts, fused_bf16_experts, padded_bf16_experts)
     ]
     return experts, {e.implementation: checked_error(e, gate_up, down) for e in experts}
 
@@ -253,8 +256,29 @@ def vllm_bf16_experts(gate_up: PackedExperts, down: PackedExperts, *, shape: MoE
     return Experts("vllm bf16", "bf16", call, layers, shape)
 
 
-def own_bf16_experts(gate_up: PackedExperts, down: PackedExperts, *, shape: MoEShape, cache_bytes: int) -> Experts:
-    """This package's vLLM method with quantization and recording off, outside an engine."""
+def fused_bf16_experts(gate_up: PackedExperts, down: PackedExperts, *, shape: MoEShape, cache_bytes: int) -> Experts:
+    """This package's operator, on packed matrices; UserError where it cannot run."""
+    reason = refusal(hidden_size=shape.hidden, expert_width=shape.inter, device=torch.device("cpu"), fmt=None)
+    if reason is not None:
+        raise UserError(
+            f"bench moe: the operator of the BF16 experts cannot run, {reason}; without a setting of TRACE_RL_KERNELS "
+            "and with a C++ compiler it can"
+        )
+    matrices = ExpertMatrices.pack(bf16_values(gate_up), bf16_values(down), backward=False)
+
+    def call(layer: Layer, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        # The plain matrices, which the operator does not read, are the first layer's in all.
+        return routed_experts(x_TH, weights_TK, ids_TK, replace(matrices, gate_up=layer[0], down=layer[1]), fmt=None)
+
+    layers = cold_layers((matrices.gate_up, matrices.down), cache_bytes=cache_bytes)
+    return Experts("own bf16, fused operator", "bf16", call, layers, shape)
+
+
+def padded_bf16_experts(gate_up: PackedExperts, down: PackedExperts, *, shape: MoEShape, cache_bytes: int) -> Experts:
+    """This package's vLLM method with quantization and recording off, outside an engine, without the operator.
+
+    The method takes the operator only for weights that its ``process_weights_after_loading`` has packed.
+    """
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
@@ -356,14 +380,14 @@ def time_row(experts: Experts, seconds: list[float], *, num_tokens: int) -> dict
 def speed_table(result: dict[str, Any]) -> str:
     """What the stage prints."""
     ratios = {(row["threads"], row["tokens"], row["opponent"]): row["speedup"] for row in result["ratios"]}
-    lines = [f"threads tokens  {'implementation':22}{'ms':>9}{'min - max':>18}{'GB/s':>7}{'MXFP4 faster by':>22}"]
+    lines = [f"threads tokens  {'implementation':26}{'ms':>9}{'min - max':>18}{'GB/s':>7}{'MXFP4 faster by':>22}"]
     for row in result["rows"]:
         ms = {name: 1e3 * row["seconds"][name] for name in ("median", "min", "max")}
         ratio = ratios.get((row["threads"], row["tokens"], row["implementation"]))
         faster = "" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f} - {ratio['max']:.2f})"
         between = f"{ms['min']:.2f} - {ms['max']:.2f}"
         lines.append(
-            f"{row['threads']:7}{row['tokens']:7}  {row['implementation']:22}{ms['median']:9.2f}{between:>18}"
+            f"{row['threads']:7}{row['tokens']:7}  {row['implementation']:26}{ms['median']:9.2f}{between:>18}"
             f"{row['GB_per_s']:7.1f}{faster:>22}"
         )
     lines.append("FP4 is real here: weights stay packed. " + measure.environment_line(result["environment"]))
