@@ -34,6 +34,8 @@ class Family:
     moe_block: str = "mlp"
     router_name: str = "gate"
     router_output: tuple[str, str, str] = ("logits", "weights", "ids")
+    norm_class: str | None = None
+    """transformers' class of RMS norms that compute ``weight * normalized.to(dtype)``; None where they do not."""
 
     def renormalizes(self, config: Any) -> bool:
         """Whether the gate values of the selected experts sum to one."""
@@ -45,10 +47,10 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("qwen3_moe", "norm_topk_prob"),
-        Family("qwen2_moe", "norm_topk_prob"),
-        Family("olmoe", "norm_topk_prob"),
-        Family("mixtral", "renormalized"),
+        Family("qwen3_moe", "norm_topk_prob", norm_class="Qwen3MoeRMSNorm"),
+        Family("qwen2_moe", "norm_topk_prob", norm_class="Qwen2MoeRMSNorm"),
+        Family("olmoe", "norm_topk_prob", norm_class="OlmoeRMSNorm"),
+        Family("mixtral", "renormalized", norm_class="MixtralRMSNorm"),
         Family("qwen3_next", "norm_topk_prob"),
         Family("qwen3_5_moe_text", "renormalized"),
         Family(
@@ -57,6 +59,7 @@ FAMILIES: dict[str, Family] = {
             moe_block="block_sparse_moe",
             router_name="router",
             router_output=("ids", "weights", "logits"),
+            norm_class="GraniteMoeRMSNorm",
         ),
     )
 }

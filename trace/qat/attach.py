@@ -38,6 +38,7 @@ from trace_rl.qat.attention import trace_attention, trace_mask
 from trace_rl.qat.collector import Collector
 from trace_rl.qat.context import SCOPE_OF, ForwardState, Mode, Recorder
 from trace_rl.qat.experts import trace_experts
+from trace_rl.qat.norms import replace_norms
 from trace_rl.qat.routing_replay import check_expert_ids, router_hook
 from trace_rl.qat.straight_through import straight_through
 
@@ -296,6 +297,7 @@ def attach(model: nn.Module, *, quant: QuantSpec, scales: StaticScales | None = 
     for layer in decoder_layers(model)[1]:
         if hasattr(layer, "self_attn"):
             layer.self_attn.trace_qat = qat
+    replace_norms(model, class_name=qat.family.norm_class)
     qat.fused_experts = _can_fuse(model, qat, layers[0].experts)
     model.trace_qat = qat
     return qat

@@ -10,6 +10,7 @@ arithmetic, as on any engine). Samples of one prompt share its prefix through th
 is recorded or the weights empties that cache first.
 """
 
+import gc
 import json
 import os
 import random
@@ -95,6 +96,10 @@ class VllmEngine:
         with _isolated():
             self._engine: LLMEngine | None = self._open(checkpoint_dir, hf_config)
         self._engine.collective_rpc("trace_prepare", kwargs={"top_k": self.dims.top_k, "capture": capture})
+        # vLLM and the libraries behind it leave a million objects that live as long as the process; walking them again
+        # in every full collection was a tenth of a training step.
+        gc.collect()
+        gc.freeze()
 
     def _open(self, checkpoint_dir: Path, hf_config: dict[str, Any]) -> "LLMEngine":
         from vllm import EngineArgs, LLMEngine
@@ -106,6 +111,7 @@ class VllmEngine:
                 "worker and attention backend in trace_rl.rollout.vllm_plugin"
             )
         from trace_rl.rollout.vllm_plugin.attention import TraceCPUAttentionBackend
+        from trace_rl.rollout.vllm_plugin.layernorm import PROVIDER
 
         head_dims = TraceCPUAttentionBackend.get_supported_head_sizes()
         if self.dims.head_dim not in head_dims:
@@ -120,6 +126,7 @@ class VllmEngine:
             load_format=LOAD_FORMAT,
             hf_overrides={"quantization_config": _quantization_config(hf_config, quant=self.quant, scales=self.scales)},
             worker_cls="trace_rl.rollout.vllm_plugin.worker.TraceCPUWorker",
+            kernel_config={"ir_op_priority": {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}},
             enforce_eager=True,
             async_scheduling=False,
             generation_config="vllm",

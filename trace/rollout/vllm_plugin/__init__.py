@@ -5,6 +5,7 @@ vLLM calls :func:`register` (entry point group ``vllm.general_plugins``) in ever
 - the quantization config ``trace_nvfp4`` (:mod:`.quantization`): plain linear, embedding and MoE methods, FP4 experts;
 - on CPU, an attention backend in the place of ``CPU_ATTN`` (:mod:`.attention`): identical to the stock one until a
   ``trace_nvfp4`` model asks for an FP4 KV cache;
+- RMS norms for CPUs (:mod:`.layernorm`), used by engines that ask for them;
 - the weight loader ``trace`` (:mod:`.weights`), for packed checkpoints and refit.
 
 The worker (:mod:`.worker`, vLLM's ``worker_cls``) gathers what was recorded (:mod:`.shadow`). The name ``trace_nvfp4``
@@ -44,6 +45,7 @@ def register() -> None:
 
     if QUANTIZATION in QUANTIZATION_METHODS:
         return
+    import trace_rl.rollout.vllm_plugin.layernorm  # noqa: F401  (registers the provider)
     from trace_rl.rollout.vllm_plugin.quantization import TraceConfig
     from trace_rl.rollout.vllm_plugin.weights import TraceModelLoader
 
