@@ -212,8 +212,10 @@ def guided_fake_quant(
         None if valid is None else valid.contiguous(),
         xhat.view(rows.shape),
     )
-    if check and not finite:
-        check_finite(x, "x")
+    if not finite:
+        return reference.guided_fake_quant(
+            x, guidance, block_scale, encode_scale, fmt=fmt, bits=bits, gate=gate, valid=valid, check=check
+        )
     return xhat
 
 
@@ -292,8 +294,13 @@ def _quantize(
         bits,
         scale_bits,
     )
-    if checked_as is not None and not finite:
-        check_finite(x, checked_as)
+    if not finite:
+        if checked_as is not None:
+            check_finite(x, checked_as)
+        # What NaN and Inf become is the definition's to say.
+        return reference.quantize_record(
+            x, encode_scale, fmt=fmt, target=target, want_xhat=want_xhat, want_codes=want_codes, check=False
+        )
     return Quantized(xhat=xhat, codes=codes, block_scale=block_scale)
 
 

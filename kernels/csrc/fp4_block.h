@@ -37,11 +37,14 @@ inline F load(const uint16_t* x) {  // bfloat16
   std::memcpy(&half, x, sizeof half);
   return (F)(__builtin_convertvector(half, U) << 16);
 }
+inline U to_bf16_bits(F value) {  // in the upper half of each lane, to nearest, ties to even; the values are finite
+  const U bits = (U)value;
+  return bits + (0x7FFF + ((bits >> 16) & 1));
+}
+inline F rounded(F value) { return (F)(to_bf16_bits(value) & 0xFFFF0000u); }
 inline void store(float* out, F value) { std::memcpy(out, &value, sizeof value); }
-inline void store(uint16_t* out, F value) {  // bfloat16, to nearest, ties to even; the values are finite
-  U bits = (U)value;
-  bits += 0x7FFF + ((bits >> 16) & 1);
-  const H half = __builtin_convertvector(bits >> 16, H);
+inline void store(uint16_t* out, F value) {  // bfloat16
+  const H half = __builtin_convertvector(to_bf16_bits(value) >> 16, H);
   std::memcpy(out, &half, sizeof half);
 }
 

@@ -115,9 +115,11 @@ bool guided(const Tensor& x, const Tensor& planes, const Tensor& block_scale, co
 }  // namespace
 
 void define_experts(pybind11::module_& module);
+void define_rms_norm(pybind11::module_& module);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   define_experts(module);
+  define_rms_norm(module);
   module.def("nearest", &nearest, pybind11::call_guard<pybind11::gil_scoped_release>());
   module.def("guided", &guided, pybind11::call_guard<pybind11::gil_scoped_release>());
 }

@@ -67,7 +67,8 @@ inline void own_scales(const Fmt& fmt, const T* x, int64_t num_blocks, RowScales
     const I codes = fmt.scale_bytes(amax);
     const B narrow = bytes_of(codes);
     std::memcpy(scales.bytes.data() + first, &narrow, sizeof narrow);
-    scales.set_steps(first, fmt.steps(codes));
+    // A block with a NaN becomes NaN as a whole: rounded to a number, it would hide what went wrong.
+    scales.set_steps(first, (F)((I)fmt.steps(codes) | ((amax > kExponent) & kNan)));
   }
 }
 

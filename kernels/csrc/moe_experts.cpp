@@ -46,11 +46,7 @@ inline F exponential(F x) {
 
 inline F sigmoid(F x) { return 1.0f / (1.0f + exponential(-x)); }
 
-inline F rounded(F value) {  // to BF16 and back
-  fp4::U bits = (fp4::U)value;
-  bits += 0x7FFF + ((bits >> 16) & 1);
-  return (F)(bits & 0xFFFF0000u);
-}
+using fp4::rounded;
 
 uint16_t* data(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.data_ptr()); }
 const uint16_t* values(const Tensor& tensor) { return static_cast<const uint16_t*>(tensor.const_data_ptr()); }
