@@ -541,6 +541,30 @@ def test_nan_and_inf_are_refused_where_asked(name, dtype, bad):
             function(*arguments, fmt=fmt, check=False, **options)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_unchecked_nan_and_inf_become_what_the_definition_makes_of_them(name, dtype, bad):
+    fmt = FORMATS[name]
+    good = hard_rows(64).to(dtype)
+    guidance, block_scale = record(good, fmt, 2, 30.0)
+    x = good.clone()
+    x[[0, 4, 8], [3, 40, 63]] = bad
+    results = []
+    for module in (reference, compiled):
+        buffer = torch.zeros((9, 60), dtype=torch.uint8)
+        target = RecordTarget(buffer, torch.arange(9), 1, 4, 8)
+        quantized = module.quantize_record(x, 30.0, fmt=fmt, target=target, want_codes=True, check=False)
+        options = {"fmt": fmt, "bits": 2, "valid": torch.arange(9) != 4, "check": False}
+        guided = module.guided_fake_quant(x, guidance, block_scale, 30.0, **options)
+        experts = module.fake_quant_experts(x.view(3, 3, 64), fmt=fmt, check=False)
+        results.append((*quantized, buffer, guided, module.fake_quant(x, 30.0, fmt=fmt, check=False), experts))
+    assert all(same(*pair) for pair in zip(*results, strict=True))
+    if math.isnan(bad):
+        for xhat in (results[1][0], results[1][4], results[1][5], results[1][6].view(9, 64)):
+            assert xhat[[0, 4, 8], [3, 40, 63]].isnan().all()
+
+
 # Properties -----------------------------------------------------------------------------------------------------------
 
 FLOATS = st.floats(min_value=-1e4, max_value=1e4, width=32)

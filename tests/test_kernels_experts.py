@@ -322,6 +322,24 @@ def test_a_token_does_not_depend_on_the_others():
 
 
 @needs_bf16
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_nan_is_not_hidden(rounding):
+    case, options = make(40), {"fmt": ROUNDINGS[rounding], "fc2_scale": FC2_SCALE}
+    matrices = ExpertMatrices.pack(case.gate_up, case.down, backward=False)
+    expected = routed_experts(case.x, case.weights, case.ids, matrices, **options)
+    x = case.x.clone()
+    x[17, 3] = torch.nan
+    out = routed_experts(x, case.weights, case.ids, matrices, **options)
+    others = torch.arange(40) != 17
+    assert out[17].isnan().all() and same(out[others], expected[others])
+    case.gate_up[2, 5, 7] = torch.nan
+    matrices = ExpertMatrices.pack(case.gate_up, case.down, backward=False)
+    out = routed_experts(case.x, case.weights, case.ids, matrices, **options)
+    touched = (case.ids == 2).any(1)
+    assert out[touched].isnan().all() and same(out[~touched], expected[~touched])
+
+
+@needs_bf16
 def test_no_tokens():
     case = make(0)
     ours = results(operator, case, FORMATS["nvfp4"])
