@@ -179,6 +179,24 @@ def test_no_minus_zero_comes_out(name, dtype):
     assert not (unpack_codes(twin.codes) == 8).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_bits_under_random_guidance_and_scales(name, dtype):
+    fmt = FORMATS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    for _ in range(20):
+        x = torch.randint(-(2**31), 2**31, (8, 96), generator=generator).int().view(torch.float32).to(dtype)
+        x = torch.where(x.isfinite(), x, torch.zeros((), dtype=dtype))
+        encode_scale = float(2.0 ** (torch.rand((), generator=generator) * 200 - 90))
+        twin = agree(x, encode_scale, fmt)
+        near = twin.block_scale.int() + torch.randint(-2, 3, twin.block_scale.shape, generator=generator)
+        near = near.clamp(0, fmt.largest_scale).to(torch.uint8)
+        for bits in BITS:
+            guidance = torch.randint(0, 256, (8, 12 * bits), generator=generator).to(torch.uint8)
+            for gate in (0.5, float(torch.rand((), generator=generator)) / 2 + 1e-9):
+                agree_guided(x, guidance, near, encode_scale, fmt, bits, gate=gate)
+
+
 # Shapes, layouts, encode scales ---------------------------------------------------------------------------------------
 
 

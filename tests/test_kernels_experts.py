@@ -16,9 +16,15 @@ from torch.nn.functional import grouped_mm, silu
 from triton_interpret.cases import FORMATS, same
 
 from trace_rl import formats
+from trace_rl.config.quant import QuantSpec
+from trace_rl.formats.static_scales import StaticScales
 from trace_rl.kernels import compiled, experts, reference
 from trace_rl.kernels.dispatch import VARIABLE
 from trace_rl.kernels.experts import ExpertMatrices, routed_experts, routed_experts_with_gradient
+from trace_rl.models.families import cast_parameters
+from trace_rl.models.miniature import build_model, miniature_config
+from trace_rl.models.tokenizer import build_tokenizer
+from trace_rl.qat.attach import attach
 from trace_rl.qat.experts import Dispatch, _Gather, _Scatter
 
 if reason := compiled.why_not():
@@ -409,6 +415,43 @@ def test_stale_matrices_are_noticed_under_observation(which):
     getattr(case, which)[3, 1, 2] += 1
     with experts.observed(lambda *_: None), pytest.raises(AssertionError, match="stale matrices"):
         routed_experts(case.x, case.weights, case.ids, matrices, fmt=None)
+
+
+@needs_bf16
+@pytest.mark.parametrize("mode", ["off", "rtn"])
+def test_the_trainer_packs_again_after_an_update_and_agrees_with_the_composition(mode):
+    config = miniature_config(
+        build_tokenizer(), num_layers=2, hidden_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    model = cast_parameters(build_model(config, seed=0), torch.bfloat16)
+    scales = dict.fromkeys(range(2), 256.0)
+    qat = attach(model, quant=QuantSpec(), scales=StaticScales(fc1=scales, fc2=scales, k=scales, v=scales))
+    assert qat.fused_experts
+    weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
+    tokens = (torch.arange(24) % config.vocab_size).view(2, 12)
+
+    def logits_and_gradient(*, fused):
+        model.zero_grad(set_to_none=True)
+        qat.fused_experts = fused
+        with qat.forward(mode=mode):
+            logits = model(input_ids=tokens, use_cache=False).logits.float()
+        logits.logsumexp(-1).sum().backward()
+        return torch.cat((logits.detach().reshape(-1), *(w.grad.float().reshape(-1) for w in weights)))
+
+    def apart(left, right):
+        return float((left - right).norm() / right.norm())
+
+    with torch.no_grad(), qat.forward(mode=mode), experts.observed(lambda *_: None):
+        model(input_ids=tokens, use_cache=False)  # packed without the backward's matrices
+    before = logits_and_gradient(fused=True)
+    with torch.no_grad():
+        for weight in weights:
+            weight.neg_()
+    after, composed_after = logits_and_gradient(fused=True), logits_and_gradient(fused=False)
+    assert apart(before, after) > 0.1
+    assert apart(after, composed_after) < 0.05
+    with torch.no_grad(), qat.forward(mode=mode), experts.observed(lambda *_: None):
+        model(input_ids=tokens, use_cache=False)  # an observer compares with the parameters
 
 
 @needs_bf16
