@@ -51,7 +51,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 # Settings are compared by value; tracking and errors never change a result. `quant`, `guidance` and `paths` compute.
 _WITHOUT_EFFECT = re.compile(rf"{PACKAGE}\.(cli|errors|tracking|config(\.(?!quant$|guidance$|paths$)\w+)?)$")
-_DATA_SUFFIXES = {".yaml", ".yml", ".json", ".j2", ".html", ".css", ".txt", ".jinja", ".cpp"}
+_DATA_SUFFIXES = {".yaml", ".yml", ".json", ".j2", ".html", ".css", ".txt", ".jinja", ".cpp", ".h"}
 
 
 def stage_config(config: ExperimentConfig, stage: str) -> dict[str, Any]:

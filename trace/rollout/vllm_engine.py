@@ -10,7 +10,6 @@ arithmetic, as on any engine). Samples of one prompt share its prefix through th
 is recorded or the weights empties that cache first.
 """
 
-import gc
 import json
 import os
 import random
@@ -96,10 +95,6 @@ class VllmEngine:
         with _isolated():
             self._engine: LLMEngine | None = self._open(checkpoint_dir, hf_config)
         self._engine.collective_rpc("trace_prepare", kwargs={"top_k": self.dims.top_k, "capture": capture})
-        # vLLM and the libraries behind it leave a million objects that live as long as the process; walking them again
-        # in every full collection was a tenth of a training step.
-        gc.collect()
-        gc.freeze()
 
     def _open(self, checkpoint_dir: Path, hf_config: dict[str, Any]) -> "LLMEngine":
         from vllm import EngineArgs, LLMEngine
