@@ -98,7 +98,7 @@ LARGEST_DIFFERENCE = {"bf16": 0.03, "w4": 0.5}
 """Of a timed layer from the BF16 loop, relative to its norm: the checks are exact, this shows a wrong argument."""
 
 ROUNDS, QUICK_ROUNDS = 15, 7
-BUSY_COPIES = 50
+BUSY_COPIES = 200  # of at least 128 MB: longer than the launch of a graph of thousands of nodes
 
 Calls = list[Callable[[], Any]]
 """One call for each set of buffers."""
