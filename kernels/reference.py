@@ -131,7 +131,9 @@ def guided_fake_quant(
     xhat = align(x, block_scale.contiguous(), guidance.contiguous(), bits, encode_scale, gate=gate, fmt=fmt)
     if valid is not None and not bool(valid.all()):
         own = (~valid).nonzero().squeeze(1)
-        xhat = xhat.index_copy(0, own, fmt.fake_quant(x.index_select(0, own), encode_scale))
+        per_row = isinstance(encode_scale, Tensor) and encode_scale.numel() > 1
+        own_scale = encode_scale.index_select(0, own) if per_row else encode_scale
+        xhat = xhat.index_copy(0, own, fmt.fake_quant(x.index_select(0, own), own_scale))
     return xhat.to(x.dtype)
 
 
