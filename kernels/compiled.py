@@ -40,7 +40,8 @@ from trace_rl.kernels.reference import PackedExperts, Quantized, RecordTarget
 NAME = "trace_rl_fp4"
 SOURCES = Path(__file__).parent / "csrc"
 # No fused multiply-add: it would round once where the definition rounds twice.
-FLAGS = ("-O3", "-std=c++20", "-march=native", "-ffp-contract=off")
+# OpenMP: without it, PyTorch's parallel_for compiles to a serial loop.
+FLAGS = ("-O3", "-std=c++20", "-march=native", "-ffp-contract=off", "-fopenmp")
 _MXFP4_NUMBER = {"rceil": 1, "floor": 2, "even": 3}
 
 
@@ -116,6 +117,7 @@ def _build(folder: Path) -> None:
                 NAME,
                 [str(file) for file in sorted(SOURCES.glob("*.cpp"))],
                 extra_cflags=list(FLAGS),
+                extra_ldflags=["-fopenmp"],
                 build_directory=scratch,
                 is_python_module=False,
             )
