@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace fp4 {
 
 typedef float F __attribute__((vector_size(64)));
@@ -32,10 +36,26 @@ inline F load(const float* x) {
   std::memcpy(&value, x, sizeof value);
   return value;
 }
+// GCC 12 converts between 16 and 32 bits in two halves; AVX-512 does it in one instruction.
+inline U widened(H half) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu16_epi32((__m256i)half);
+#else
+  return __builtin_convertvector(half, U);
+#endif
+}
+inline H narrowed(U value) {
+#if defined(__AVX512F__)
+  return (H)_mm512_cvtepi32_epi16((__m512i)value);
+#else
+  return __builtin_convertvector(value, H);
+#endif
+}
+
 inline F load(const uint16_t* x) {  // bfloat16
   H half;
   std::memcpy(&half, x, sizeof half);
-  return (F)(__builtin_convertvector(half, U) << 16);
+  return (F)(widened(half) << 16);
 }
 inline U to_bf16_bits(F value) {  // in the upper half of each lane, to nearest, ties to even; the values are finite
   const U bits = (U)value;
@@ -44,13 +64,13 @@ inline U to_bf16_bits(F value) {  // in the upper half of each lane, to nearest,
 inline F rounded(F value) { return (F)(to_bf16_bits(value) & 0xFFFF0000u); }
 inline void store(float* out, F value) { std::memcpy(out, &value, sizeof value); }
 inline void store(uint16_t* out, F value) {  // bfloat16
-  const H half = __builtin_convertvector(to_bf16_bits(value) >> 16, H);
+  const H half = narrowed(to_bf16_bits(value) >> 16);
   std::memcpy(out, &half, sizeof half);
 }
 
 // In two steps: GCC narrows 32 to 8 bits lane by lane, but has instructions for each half of the way.
-inline B bytes_of(I value) { return __builtin_convertvector(__builtin_convertvector((U)value, H), B); }
-inline I lanes_of(B bytes) { return (I)__builtin_convertvector(__builtin_convertvector(bytes, H), U); }
+inline B bytes_of(I value) { return __builtin_convertvector(narrowed((U)value), B); }
+inline I lanes_of(B bytes) { return (I)widened(__builtin_convertvector(bytes, H)); }
 
 // Maxima of pairs of lanes: of a in the first eight lanes, of b in the others.
 inline I pair_max(I a, I b) {
