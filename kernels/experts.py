@@ -10,9 +10,11 @@ The operator needs BF16 matrix instructions through oneDNN (`experts_supported`)
 `refusal` says what is missing.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,6 +36,19 @@ def refusal(*, hidden_size: int, expert_width: int, device: torch.device, fmt: F
     if fmt is not None and compiled.format_number(fmt) is None:
         return f"it does not know {fmt.name}"
     return None if compiled.operator().experts_supported() else "oneDNN has no BF16 products for this processor"
+
+
+def can_run(*, hidden_size: int, expert_width: int, device: torch.device, fmt: Format | None) -> bool:
+    """Whether the operator can run; on a host whose kernels are compiled, a reason against it is said once."""
+    reason = refusal(hidden_size=hidden_size, expert_width=expert_width, device=device, fmt=fmt)
+    if reason is not None and dispatch.choose(device) == "compiled":
+        _say(reason)
+    return reason is None
+
+
+@lru_cache(maxsize=8)
+def _say(reason: str) -> None:
+    print(f"trace_rl: experts run composed of PyTorch operations, about half as fast: {reason}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -304,12 +304,17 @@ def attach(model: nn.Module, *, quant: QuantSpec, scales: StaticScales | None = 
 
 
 def _can_fuse(model: nn.Module, qat: Qat, experts: nn.Module) -> bool:
-    width = experts.down_proj.shape[-1]
-    fmt = qat.fmt if qat.quant.activations else None
-    reason = fused.refusal(
-        hidden_size=qat.dims.hidden_size, expert_width=width, device=experts.down_proj.device, fmt=fmt
+    down = experts.down_proj
+    return (
+        model.config.hidden_act in ("silu", "swish")
+        and down.dtype == torch.bfloat16
+        and fused.can_run(
+            hidden_size=qat.dims.hidden_size,
+            expert_width=down.shape[-1],
+            device=down.device,
+            fmt=qat.fmt if qat.quant.activations else None,
+        )
     )
-    return reason is None and model.config.hidden_act in ("silu", "swish") and experts.down_proj.dtype == torch.bfloat16
 
 
 def _check_rotary(model: nn.Module) -> None:

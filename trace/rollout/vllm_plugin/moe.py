@@ -26,7 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from trace_rl.errors import UserError
 from trace_rl.kernels import dispatch as kernels
 from trace_rl.kernels.experts import ExpertMatrices, routed_experts
-from trace_rl.kernels.experts import refusal as fused_refusal
+from trace_rl.kernels.experts import can_run as experts_can_run
 from trace_rl.rollout.vllm_plugin import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ class TraceMoEMethod(FusedMoEMethodBase):
 
     def _can_fuse(self, down: Tensor) -> bool:
         fmt = self.format if self.quant.activations else None
-        reason = fused_refusal(hidden_size=down.shape[1], expert_width=down.shape[2], device=down.device, fmt=fmt)
-        return reason is None and down.dtype == torch.bfloat16
+        return down.dtype == torch.bfloat16 and experts_can_run(
+            hidden_size=down.shape[1], expert_width=down.shape[2], device=down.device, fmt=fmt
+        )
 
     def apply(
         self,
