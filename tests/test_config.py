@@ -105,6 +105,7 @@ def test_a_stage_depends_on_what_it_imports_and_on_nothing_else():
     assert loss not in report | checkpoint
     assert not {name for name in train | report | checkpoint if re.search(r"\.(tracking|errors|cli)$", name)}
     assert any(name.endswith(".j2") for name in report)
+    assert {f"trace_rl.kernels/csrc/{name}" for name in ("moe_experts.cpp", "fp4_rows.h", "fp4_block.h")} <= train
 
 
 @pytest.fixture

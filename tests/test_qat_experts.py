@@ -26,7 +26,9 @@ from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.families import cast_parameters, family_of, moe_layers, quantized_parameters
 from trace_rl.qat.attach import attach
+from trace_rl.qat.attention import attend
 from trace_rl.qat.experts import Dispatch
+from trace_rl.qat.norms import RMSNorm
 
 COMMON = {
     "vocab_size": 40,
@@ -129,6 +131,47 @@ def test_replaying_the_live_choice_changes_nothing(family):
         replayed = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(replayed[mask.bool()], live[mask.bool()], rtol=1e-4, atol=1e-4)
     assert qat.replayed_fraction == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replacing_norms_leaves_parameters_and_their_names_as_they_were(family):
+    model = build(family, torch.bfloat16)
+    stock = family_of(model.config).norm_class
+    parameters, state = dict(model.named_parameters()), list(model.state_dict())
+    replaced = [name for name, module in model.named_modules() if type(module).__name__ == stock]
+    attach(model, quant=BF16)
+    attach(model, quant=BF16)  # the second time there is nothing to replace
+    assert list(model.state_dict()) == state
+    now = dict(model.named_parameters())
+    assert list(now) == list(parameters) and all(now[name] is parameter for name, parameter in parameters.items())
+    assert [name for name, module in model.named_modules() if isinstance(module, RMSNorm)] == replaced
+    # Families that multiply by 1 + weight keep their own class.
+    assert bool(replaced) == (family not in ("qwen3_next", "qwen3_5_moe"))
+
+
+def test_attention_masks_as_with_minus_infinity_and_padding_stays_finite():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((2, heads, 5, 8), generator=generator).requires_grad_() for heads in (4, 2, 2))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5).clone()
+    mask[1, :, :, :2] = False  # the second sequence begins with two padded positions
+    given = mask.clone()
+    out = attend(q, k, v, mask=mask, scaling=0.3)
+    assert torch.equal(mask, given) and out.isfinite().all()
+
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    scores = 0.3 * wide[0] @ wide[1].repeat_interleave(2, dim=1).mT
+    probs = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    expected = (probs @ wide[2].repeat_interleave(2, dim=1)).transpose(1, 2)
+    read = mask.any(-1)[:, 0]  # [B, T]: not the rows of pure padding
+    torch.testing.assert_close(out[read].double(), expected[read], rtol=1e-5, atol=1e-6)
+    weight = torch.randn(out.shape, generator=generator)
+    (out * weight)[read].sum().backward()
+    (probs.nan_to_num() @ wide[2].repeat_interleave(2, dim=1)).transpose(1, 2)[read].mul(
+        weight[read].double()
+    ).sum().backward()
+    for tensor, reference in zip((q, k, v), wide, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), reference.grad.nan_to_num(), rtol=1e-4, atol=1e-6)
+        assert not tensor.grad[1, :, :2].any()
 
 
 def test_dispatch_places_every_pair_in_its_experts_rows():
