@@ -9,6 +9,8 @@ Setting: the keyword `backend`, else the environment variable TRACE_RL_KERNELS, 
 run is refused with the reason. `auto` means the fastest that can: `triton` on CUDA, `compiled` on CPU, and `torch` for
 whatever these have no kernel for; on a CPU host where the C++ operator cannot be built it says so once and uses
 `torch`. All give the same bits (the matrix products excepted), so the setting is no part of an experiment's identity.
+The routed experts and RMS norms on a CPU (`trace_rl.kernels.experts`, `rms_norm`) follow it too; their sums have an
+order of their own, so `compiled` and `torch` agree there within the noise of BF16, not bit for bit.
 """
 
 import importlib

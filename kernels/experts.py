@@ -162,12 +162,12 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         out, ctx.saved = _forward(x_NH, weights_NK, ids_NK, matrices, fmt=fmt, fc2_scale=fc2_scale, keep=True)
         ctx.matrices = matrices
-        ctx.save_for_backward(weights_NK)
+        ctx.save_for_backward(weights_NK, x_NH)  # x lies in `saved` too, where autograd would miss a change in place
         return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weights,) = ctx.saved_tensors
+        weights, _ = ctx.saved_tensors
         grad_x, grad_weights, grad_gate_up, grad_down = compiled.operator().experts_backward(
             grad.contiguous(),
             ctx.saved,

@@ -20,6 +20,7 @@ from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
 from trace_rl.guidance.record import RecordLayout
+from trace_rl.kernels import compiled
 from trace_rl.models.export import export_packed
 from trace_rl.rollout import vllm_engine
 from trace_rl.rollout.engine import Sampling
@@ -147,6 +148,27 @@ def test_bf16_engine_runs_the_policy_fresh_and_after_refit(checkpoint):
         for t, logprobs in zip(batch.trajectories, scored, strict=True):
             assert logprobs.shape == (t.num_tokens - 1,)
             assert (logprobs[t.prompt_len - 1 :] - t.logprobs).abs().mean() < 0.01
+    eng.close()
+
+
+def test_norms_run_on_our_operator_where_it_can(checkpoint):
+    if reason := compiled.why_not():
+        pytest.skip(f"no operator: {reason}")
+    eng = engine(checkpoint, quant=BF16)
+    from vllm import ir
+
+    from trace_rl.rollout.vllm_plugin.layernorm import PROVIDER
+
+    x, residual = torch.randn(2, 5, 64).bfloat16().unbind()
+    weight = torch.rand(64).bfloat16() + 0.5
+    for operation, arguments in ((ir.ops.rms_norm, (x,)), (ir.ops.fused_add_rms_norm, (x, residual))):
+        assert operation.get_priority() == [PROVIDER, "native"]
+        assert operation.dispatch(*arguments, weight, 1e-6).provider == PROVIDER
+        ours, native = (operation.impls[name].impl_fn(*arguments, weight, 1e-6) for name in (PROVIDER, "native"))
+        torch.testing.assert_close(ours, native, rtol=2.0**-7, atol=0.0)
+        assert operation.dispatch(*(each.float() for each in arguments), weight.float(), 1e-6).provider == "native"
+        assert operation.dispatch(*arguments, weight, 1e-6, 32).provider == "native"
+        assert operation.dispatch(*arguments, None, 1e-6).provider == "native"
     eng.close()
 
 

@@ -68,7 +68,8 @@ inline void own_scales(const Fmt& fmt, const T* x, int64_t num_blocks, RowScales
     const B narrow = bytes_of(codes);
     std::memcpy(scales.bytes.data() + first, &narrow, sizeof narrow);
     // A block with a NaN becomes NaN as a whole: rounded to a number, it would hide what went wrong.
-    scales.set_steps(first, (F)((I)fmt.steps(codes) | ((amax > kExponent) & kNan)));
+    // This NaN, not the step's bits with NaN's set: store() rounds those up past the largest NaN when they end in ones.
+    scales.set_steps(first, (F)(amax > kExponent ? I{} + kNan : (I)fmt.steps(codes)));
   }
 }
 

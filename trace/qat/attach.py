@@ -60,7 +60,8 @@ class Qat:
         """Replayed (valid position, MoE layer) pairs of the last forward with expert ids; must be 1.0."""
         self.seconds = {"activations": 0.0, "weights": 0.0}
         """Wall seconds spent quantizing since the handle was made, K and V among the activations (CPU: kernels of an
-        accelerator run after the clock has stopped)."""
+        accelerator run after the clock has stopped). Without the FC2 inputs where the routed experts are one operator:
+        it rounds them inside."""
         self._state: ForwardState | None = None
         self._weights: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         self._matrices: dict[int, tuple[tuple[int, ...], ExpertMatrices]] = {}

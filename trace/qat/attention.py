@@ -76,7 +76,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sc
     scores = torch.bmm(q, k.transpose(1, 2)).view(batch, groups, per_group, length, span)
     if mask is not None:
         # The smallest finite value, not -inf: rows of pure padding stay finite. Added in place, it absorbs the score,
-        # and unlike a masked fill needs no pass of its own in the backward: the probabilities there are zero.
+        # and unlike a masked fill needs no pass of its own in the backward: the probabilities there are zero, and rows
+        # of pure padding, which no other row attends to, receive no gradient.
         scores += torch.where(mask.unsqueeze(2), 0.0, torch.finfo(torch.float32).min)
     probs = torch.softmax(scores, dim=-1).view(batch * groups, per_group * length, span)
     out = torch.bmm(probs, v)

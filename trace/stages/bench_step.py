@@ -52,7 +52,8 @@ BASELINE = "qat"
 ROLLOUT = ("generate", "record")
 TRAINING = ("transfer", "old_logprobs", "train_forward", "train_backward", "optimizer")
 PHASES = ("generate", "record", "reward", *TRAINING, "refit")
-QUANTIZE = ("quantize_s/activations", "quantize_s/weights")  # inside train_forward
+QUANTIZE = ("quantize_s/activations", "quantize_s/weights")
+"""Inside ``train_forward``. Without the FC2 inputs where the experts' operator rounds them, in no method guided."""
 OTHER = "other"
 CPU = "step, CPU time"
 
