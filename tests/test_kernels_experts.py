@@ -16,8 +16,8 @@ from torch.nn.functional import grouped_mm, silu
 from triton_interpret.cases import FORMATS, same
 
 from trace_rl import formats
-from trace_rl.errors import UserError
 from trace_rl.config.quant import QuantSpec
+from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.kernels import compiled, experts, reference
 from trace_rl.kernels.dispatch import VARIABLE
