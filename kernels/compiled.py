@@ -35,7 +35,7 @@ from trace_rl.formats.quantized import EncodeScale
 from trace_rl.guidance.align import UNGATED, check_guidance
 from trace_rl.guidance.bits import packed_bytes
 from trace_rl.kernels import reference
-from trace_rl.kernels.reference import PackedExperts, Quantized, RecordTarget
+from trace_rl.kernels.reference import PackedExperts, Quantized, RecordTarget, check_slots
 
 NAME = "trace_rl_fp4"
 SOURCES = Path(__file__).parent / "csrc"
@@ -233,7 +233,7 @@ def kv_quantize_record(
     check: bool = True,
 ) -> None:
     """See reference.kv_quantize_record."""
-    _check_slots(slots, x.shape[0])
+    check_slots(slots, x.shape[0])
     # Before the record is written.
     if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(cache_codes):
         raise UserError(
@@ -281,7 +281,9 @@ def _quantize(
     start = bits = 0
     scale_bits = 8
     if target is not None:
-        buffer, slots, start, bits, scale_bits = _target(target, rows, fmt)
+        target.check(rows, fmt=fmt)
+        buffer, slots, start = target.buffer, target.slots, target.start
+        bits, scale_bits = target.bits, target.scale_bits
     finite = operator().nearest(
         rows,
         scale,
@@ -340,26 +342,3 @@ def _scale(encode_scale: EncodeScale, x: Tensor) -> tuple[Tensor, int]:
     outer = x.shape[: x.dim() - 1 - grouped]
     group = x.shape[x.dim() - 1 - grouped : -1].numel()
     return scale.reshape(shape[: len(shape) - grouped]).expand(outer).reshape(-1).contiguous(), max(1, group)
-
-
-def _target(target: RecordTarget, rows: Tensor, fmt: Format) -> tuple[Tensor, Tensor, int, int, int]:
-    """The target as the operator takes it, which checks the slots' range itself and would write wherever it points."""
-    if target.bits not in (1, 2, 3, 4):
-        raise UserError(f"guidance.bits is {target.bits}; choose 1, 2, 3 or 4 (4 = full codes)")
-    if target.scale_bits not in (2, 8):
-        raise UserError(f"guidance.scale_bits is {target.scale_bits}; choose 8 (the whole scale) or 2 (recovered)")
-    buffer, start = target.buffer, target.start
-    stop = start + target.num_bytes(rows.shape[1], fmt.block_size)
-    fits = buffer.dim() == 2 and buffer.stride(1) == 1 and start >= 0 and stop <= buffer.shape[1]
-    if buffer.dtype != torch.uint8 or not fits:
-        raise UserError(
-            f"the record of {rows.shape[1]} columns needs bytes {start} to {stop} of uint8 rows; the buffer is "
-            f"{buffer.dtype} {tuple(buffer.shape)}: it was made for another layout"
-        )
-    _check_slots(target.slots, rows.shape[0])
-    return buffer, target.slots.contiguous(), start, target.bits, target.scale_bits
-
-
-def _check_slots(slots: Tensor, num_rows: int) -> None:
-    if slots.shape != (num_rows,) or slots.dtype != torch.int64:
-        raise UserError(f"slots must be int64 [{num_rows}], one per row; they are {slots.dtype} {tuple(slots.shape)}")

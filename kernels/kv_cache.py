@@ -27,8 +27,8 @@ from trace_rl.kernels.fp4_device import (
     store_float32,
     unpack_groups,
 )
-from trace_rl.kernels.quantize_record import check_slots, check_target, launch_quantize, quantize_specimen
-from trace_rl.kernels.reference import RecordTarget
+from trace_rl.kernels.quantize_record import launch_quantize, quantize_specimen
+from trace_rl.kernels.reference import RecordTarget, check_slots
 from trace_rl.kernels.specimen import Specimen
 
 
@@ -95,7 +95,8 @@ def kv_quantize_record(
     rows = fp4_device.rows_of(x, fmt=fmt)
     if x.dim() != 2:
         raise UserError(f"kv_quantize_record wants x [T, C]; it has shape {tuple(x.shape)}: reshape it")
-    check_target(target, rows, fmt=fmt)
+    if target is not None:
+        target.check(rows, fmt=fmt)
     _check_cache(cache_codes, cache_scale, rows.shape[1], fmt=fmt)
     check_slots(slots, rows.shape[0])
     scale = fp4_device.scale_arguments(encode_scale, fmt=fmt, shape=rows.shape[:1], device=x.device)

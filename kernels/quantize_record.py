@@ -212,7 +212,8 @@ def quantize_record(
     rows = fp4_device.rows_of(x, fmt=fmt)
     if x.dim() != 2:
         raise UserError(f"quantize_record wants x [T, C]; it has shape {tuple(x.shape)}: reshape it")
-    check_target(target, rows, fmt=fmt)
+    if target is not None:
+        target.check(rows, fmt=fmt)
     scale = fp4_device.scale_arguments(encode_scale, fmt=fmt, shape=rows.shape[:1], device=x.device)
     xhat = torch.empty(rows.shape, dtype=x.dtype, device=x.device) if want_xhat else None
     codes = block_scale = None
@@ -229,32 +230,6 @@ def quantize_record(
 def packed_shape(x: Tensor, values: int) -> tuple[int, int]:
     """Shape of a tensor with one entry per `values` columns of x [T, C]."""
     return x.shape[0], x.shape[1] // values
-
-
-def check_target(target: RecordTarget | None, x: Tensor, *, fmt: Format) -> None:
-    """UserError if the record of x [T, C] cannot be written there."""
-    if target is None:
-        return
-    if target.bits not in (1, 2, 3, 4):
-        raise UserError(f"guidance.bits is {target.bits}; choose 1, 2, 3 or 4 (4 = full codes)")
-    if target.scale_bits not in (2, 8):
-        raise UserError(f"guidance.scale_bits is {target.scale_bits}; choose 8 (the whole scale) or 2 (recovered)")
-    stop = target.start + target.num_bytes(x.shape[1], fmt.block_size)
-    buffer = target.buffer
-    if buffer.dtype != torch.uint8 or buffer.dim() != 2 or buffer.stride(-1) != 1 or not stop <= buffer.shape[1]:
-        raise UserError(
-            f"the record of {x.shape[1]} columns needs bytes {target.start} to {stop} of uint8 rows; the buffer is "
-            f"{buffer.dtype} {tuple(buffer.shape)}: it was made for another layout"
-        )
-    check_slots(target.slots, x.shape[0])
-
-
-def check_slots(slots: Tensor, num_rows: int) -> None:
-    """UserError unless there is a slot for each row."""
-    if slots.shape != (num_rows,) or slots.dtype != torch.int64 or not slots.is_contiguous():
-        raise UserError(
-            f"slots must be int64 [{num_rows}], dense, one per token; they are {slots.dtype} {tuple(slots.shape)}"
-        )
 
 
 def quantize_specimen(name: str, *, x: str, rule: str, **flags: Any) -> Specimen:

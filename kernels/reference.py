@@ -39,6 +39,29 @@ class RecordTarget:
         """Bytes that one token takes."""
         return packed_bytes(cols, self.bits) + packed_scale_bytes(cols // block_size, self.scale_bits)
 
+    def check(self, x: Tensor, *, fmt: Format) -> None:
+        """UserError if the record of x [T, C] cannot be written there. Whether the slots lie inside, kernels see."""
+        if self.bits not in (1, 2, 3, 4):
+            raise UserError(f"guidance.bits is {self.bits}; choose 1, 2, 3 or 4 (4 = full codes)")
+        if self.scale_bits not in (2, 8):
+            raise UserError(f"guidance.scale_bits is {self.scale_bits}; choose 8 (the whole scale) or 2 (recovered)")
+        buffer, stop = self.buffer, self.start + self.num_bytes(x.shape[1], fmt.block_size)
+        fits = buffer.dim() == 2 and buffer.stride(1) == 1 and self.start >= 0 and stop <= buffer.shape[1]
+        if buffer.dtype != torch.uint8 or not fits:
+            raise UserError(
+                f"the record of {x.shape[1]} columns needs bytes {self.start} to {stop} of uint8 rows; the buffer is "
+                f"{buffer.dtype} {tuple(buffer.shape)}: it was made for another layout"
+            )
+        check_slots(self.slots, x.shape[0])
+
+
+def check_slots(slots: Tensor, num_rows: int) -> None:
+    """UserError unless there is one slot for each row, int64 and dense."""
+    if slots.shape != (num_rows,) or slots.dtype != torch.int64 or not slots.is_contiguous():
+        raise UserError(
+            f"slots must be int64 [{num_rows}], dense, one per row; they are {slots.dtype} {tuple(slots.shape)}"
+        )
+
 
 class Quantized(NamedTuple):
     """Parts of a quantized x [..., C] that were asked for, the others None."""
