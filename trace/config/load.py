@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import MethodConfig, PtqMethod, RlMethod
+from trace_rl.config.variants import split_name, vary
 from trace_rl.errors import UserError
 
 _METHOD = TypeAdapter(MethodConfig)
@@ -52,14 +53,28 @@ def load_experiment(path: Path) -> ExperimentConfig:
 
 
 def load_method(path: Path) -> RlMethod | PtqMethod:
-    """Read and validate a method file; its name must be the file's."""
+    """The method of ``path``, ``<folder>/<name>.yaml``, where the name may be that of a variant (`variants`)."""
+    name = path.name.removesuffix(".yaml")
+    base, changes = split_name(name)
+    file = path.with_name(f"{base}.yaml")
+    data = read_yaml(file)
+    plain = _validated(data, source=str(file))
+    if plain.name != base:
+        raise UserError(f"{file}: name is {plain.name!r}; a method file is named after its method")
+    if not changes:
+        return plain
+    variant = _validated(vary(data, changes, name=name), source=f"variant {name}")
+    same = {"name", "description"}
+    if variant.model_dump(exclude=same) == plain.model_dump(exclude=same):
+        raise UserError(f"variant {name}: changes nothing in {file}; ask for {base}")
+    return variant
+
+
+def _validated(data: dict[str, Any], *, source: str) -> RlMethod | PtqMethod:
     try:
-        method = _METHOD.validate_python(read_yaml(path))
+        return _METHOD.validate_python(data)
     except ValidationError as error:
-        raise UserError(describe(error, source=str(path))) from error
-    if method.name != path.stem:
-        raise UserError(f"{path}: name is {method.name!r}; a method file is named after its method")
-    return method
+        raise UserError(describe(error, source=source)) from error
 
 
 def load_suite(config: ExperimentConfig, *, root: Path = Path(".")) -> dict[str, RlMethod | PtqMethod]:

@@ -6,6 +6,10 @@ from pydantic import Field, model_validator
 
 from trace_rl.config.base import Section
 from trace_rl.config.guidance import GuidanceSpec
+from trace_rl.config.loss import GrpoLoss, Loss
+
+NAME = r"^[a-z][a-z0-9_]*(@[a-zA-Z0-9_.,=+-]+)?$"
+"""A method file's name, or a variant of it (`trace_rl.config.variants`)."""
 
 
 class Scopes(Section):
@@ -23,23 +27,43 @@ class Scopes(Section):
         return self.weights or self.activations or self.kv
 
 
-class GrpoLoss(Section):
-    """GRPO (2402.03300) with asymmetric clipping and truncated importance weights."""
+class RatioSpec(Section):
+    """Which forwards the importance ratios compare.
 
-    kind: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """Lower clip range of the policy ratio."""
-    clip_high: float = Field(default=0.27, gt=0.0)
-    """Upper clip range of the policy ratio."""
-    tis_cap: float | None = Field(default=5.0, gt=0.0)
-    """Cap of the token-level importance weight pi_old_train / pi_rollout; null switches the weight off."""
+    Two ratios correct a stale FP4 rollout: the mismatch weight pi_old / pi_rollout, truncated and detached, for two
+    programs that round differently, and the clipped staleness ratio pi_theta / pi_old, for the policy that has moved.
+    """
+
+    old_policy: Literal["current", "sampling"] = "current"
+    """pi_old: ``current``, the trainer's policy before this batch's first update, so that the weight carries the
+    staleness; ``sampling``, the version that sampled the batch, so that the clipped ratio carries it."""
+    mismatch: Literal["own", "rtn"] = "own"
+    """Forward of pi_old in the mismatch weight: the method's own, or round to nearest without guidance."""
+    staleness: Literal["own", "rtn", "off"] = "own"
+    """Forward of both sides of the staleness ratio: the method's own, round to nearest, or BF16. The gradient goes
+    through the method's own forward in every case."""
+
+
+class TrainingOverrides(Section):
+    """Settings of ``training`` and ``sampling`` that a variant of a method changes; null keeps the experiment's."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Policy versions to train."""
+    learning_rate: float | None = Field(default=None, gt=0.0)
+    """Peak AdamW learning rate."""
+    staleness: int | None = Field(default=None, ge=0)
+    """Policy versions between the generation of a batch and its use."""
+    updates_per_rollout: int | None = Field(default=None, ge=1)
+    """Optimizer steps per rollout batch."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest response in tokens."""
 
 
 class RlMethod(Section):
     """A policy trained by RL."""
 
     kind: Literal["rl"] = "rl"
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    name: str = Field(pattern=NAME)
     """Name in the suite, in results and in MLflow."""
     description: str
     """One line for the report."""
@@ -55,8 +79,12 @@ class RlMethod(Section):
     """Recorded and followed codes; null records nothing."""
     router_replay: Literal["r3", "none"] = "r3"
     """Replay of the rollout's routing (2510.11370)."""
-    loss: GrpoLoss = GrpoLoss()
+    loss: Loss = GrpoLoss()
     """The loss."""
+    ratio: RatioSpec = RatioSpec()
+    """Which forwards the importance ratios compare."""
+    training: TrainingOverrides = TrainingOverrides()
+    """What a variant changes of the experiment's budget; empty in every shipped method, so that methods compare."""
 
     @model_validator(mode="after")
     def _check(self) -> "RlMethod":
@@ -75,7 +103,7 @@ class PtqMethod(Section):
     """A trained policy quantized afterwards."""
 
     kind: Literal["ptq"] = "ptq"
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    name: str = Field(pattern=NAME)
     """Name in the suite, in results and in MLflow."""
     description: str
     """One line for the report."""
