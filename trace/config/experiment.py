@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from trace_rl.config.analysis import AnalysisConfig
 from trace_rl.config.base import Section
 from trace_rl.config.checkpoint import CheckpointConfig, ColdStart
 from trace_rl.config.quant import FormatName
@@ -152,6 +153,8 @@ class ExperimentConfig(Section):
     """Evaluation."""
     bench: BenchConfig = BenchConfig()
     """Benchmarks."""
+    analysis: AnalysisConfig = AnalysisConfig()
+    """Sources of the gap and importance ratios."""
     tracking: TrackingConfig = TrackingConfig()
     """MLflow."""
 

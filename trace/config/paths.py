@@ -62,6 +62,14 @@ class RunPaths:
         """Evaluation of the policy before RL."""
         return self.base / "evaluate" / "start" / "metrics.json"
 
+    def gap_sources(self, seed: int) -> Path:
+        """What the train-rollout gap is made of, measured on the policies of one seed."""
+        return self.base / "analysis" / "gap_sources" / f"seed{seed}.json"
+
+    def ratio(self, seed: int) -> Path:
+        """How well trainers' importance ratios track the engine's under staleness."""
+        return self.base / "analysis" / "ratio" / f"seed{seed}.json"
+
     @property
     def bench_rollout(self) -> Path:
         return self.base / "bench" / "rollout.json"

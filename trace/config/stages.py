@@ -45,6 +45,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "bench": (*_ROLLOUT, "data", *_BENCH_ROLLOUT),
     "bench_step": (*_ROLLOUT, "training", "suite.methods_dir", *_BENCH_STEP),
     "evaluate": (*_ROLLOUT, "evaluate", "suite.methods_dir"),
+    "gap_sources": (*_ROLLOUT, "analysis"),
+    "ratio": (*_ROLLOUT, "training", "suite.methods_dir", "analysis"),
     "summary": ("run", "suite"),
     "report": ("run", "format", "suite"),
 }
