@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from trace_rl.config.analysis import AnalysisConfig
 from trace_rl.config.base import Section
 from trace_rl.config.checkpoint import CheckpointConfig, ColdStart
-from trace_rl.config.quant import FormatName
+from trace_rl.config.quant import FormatChoice
 from trace_rl.config.rollout import EngineConfig, SamplingConfig
 from trace_rl.config.training import TrainingConfig
 
@@ -135,8 +135,8 @@ class ExperimentConfig(Section):
     """The policy before RL."""
     data: DataConfig = DataConfig()
     """Problems."""
-    format: FormatName = "nvfp4"
-    """The FP4 format of every method."""
+    format: FormatChoice = FormatChoice()
+    """The FP4 format of every method that names none of its own: one word for all scopes, or one format per scope."""
     engine: EngineConfig = EngineConfig()
     """Rollout engine."""
     sampling: SamplingConfig = SamplingConfig()
@@ -160,6 +160,10 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ExperimentConfig":
+        if self.format.weights == "hscale":
+            raise ValueError(
+                "format: hscale searches the scales of a finished policy; set format: nvfp4 and add the method ptq_hscale"
+            )
         if self.sampling.max_new_tokens >= self.engine.max_model_len:
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "

@@ -91,7 +91,7 @@ def _entry(name: str, field: FieldInfo, *, indent: str) -> list[str]:
     comment = textwrap.wrap(field.description or "", WIDTH - len(indent) - 2)
     lines = [f"{indent}# {line}" for line in comment]
     default = field.get_default(call_default_factory=True)
-    if not isinstance(default, Section):
+    if not isinstance(default, Section) or not isinstance(default.model_dump(mode="json"), dict):
         return [*lines, f"{indent}{name}: {_inline(default)}"]
     lines.append(f"{indent}{name}:")
     for child, child_field in type(default).model_fields.items():

@@ -3,9 +3,9 @@
 The default is the paper's R-1bit-L20: one bit per value, the deeper half of the layers.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trace_rl.config.base import Section
 
@@ -26,6 +26,12 @@ class GuidanceSpec(Section):
     """The guided tensors."""
     gate: float = Field(default=0.5, gt=0.0, le=0.5)
     """Follow the rollout only within this many steps of the rounding boundary; 0.5 follows always."""
+
+    @field_validator("tensors", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        """`fc1`, or `k,v`: as a variant of a method writes it."""
+        return value.split(",") if isinstance(value, str) else value
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:
         """The guided layers of a model with ``num_layers`` layers."""

@@ -81,12 +81,8 @@ def load_suite(config: ExperimentConfig, *, root: Path = Path(".")) -> dict[str,
     """Every method of the suite, in order; a PTQ method's base must be in the suite."""
     methods = {name: load_method(root / config.suite.methods_dir / f"{name}.yaml") for name in config.suite.methods}
     for method in methods.values():
-        guidance = method.guidance if isinstance(method, RlMethod) else None
-        if guidance is not None and guidance.scale_bits == 2 and config.format == "fouroversix":
-            raise UserError(
-                f"{method.name}: guidance.scale_bits 2 needs scales that trainer and rollout choose within a code or "
-                "two of each other; fouroversix picks between two far ones. Set scale_bits: 8 or another format"
-            )
+        if isinstance(method, RlMethod):
+            method.formats(config.format)
         if isinstance(method, PtqMethod) and not isinstance(methods.get(method.base), RlMethod):
             raise UserError(
                 f"suite.methods: {method.name} quantizes the policy of {method.base}, which is not in the suite; add it"

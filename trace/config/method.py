@@ -7,13 +7,15 @@ from pydantic import Field, model_validator
 from trace_rl.config.base import Section
 from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.loss import GrpoLoss, Loss
+from trace_rl.config.quant import WITHOUT_CODEWORDS, FormatChoice
+from trace_rl.errors import UserError
 
 NAME = r"^[a-z][a-z0-9_]*(@[a-zA-Z0-9_.,=+-]+)?$"
 """A method file's name, or a variant of it (`trace_rl.config.variants`)."""
 
 
 class Scopes(Section):
-    """Which scopes are FP4 on one side; the format is the experiment's."""
+    """Which scopes are FP4 on one side; `format` says in which numbers."""
 
     weights: bool = False
     """Routed-expert weights."""
@@ -75,6 +77,8 @@ class RlMethod(Section):
     """FP4 scopes of the rollout engine."""
     trainer: Scopes = Scopes()
     """FP4 scopes of the trainer's fake quantization."""
+    format: FormatChoice | None = None
+    """Number formats of engine and trainer; null takes the experiment's."""
     guidance: GuidanceSpec | None = None
     """Recorded and followed codes; null records nothing."""
     router_replay: Literal["r3", "none"] = "r3"
@@ -96,7 +100,41 @@ class RlMethod(Section):
                     )
                 if {"k", "v"} & set(self.guidance.tensors) and not scopes.kv:
                     raise ValueError(f"method {self.name}: guidance of k, v needs {side}.kv: true; set it or drop k, v")
+        if "rtn" in (self.ratio.mismatch, self.ratio.staleness) and not self.trainer.enabled:
+            raise ValueError(f"method {self.name}: a ratio of rtn forwards needs an FP4 trainer; set trainer or use own")
+        if self.format is not None:
+            self.check_format(self.format)
         return self
+
+    def formats(self, default: FormatChoice) -> FormatChoice:
+        """The method's own formats, else ``default``, the experiment's. UserError where they do not suit the method."""
+        chosen = self.format or default
+        self.check_format(chosen)
+        return chosen
+
+    def check_format(self, chosen: FormatChoice) -> None:
+        """UserError for formats that this method cannot be trained with."""
+        if chosen.weights == "hscale":
+            raise UserError(
+                f"method {self.name}: format hscale searches the scales of a finished policy once; training changes the "
+                "weights in every step. Set format: nvfp4, or quantize afterwards with ptq_hscale"
+            )
+        if self.guidance is None:
+            return
+        without = [tensor for tensor in self.guidance.tensors if chosen.of(tensor) in WITHOUT_CODEWORDS]
+        if without:
+            left = ",".join(tensor for tensor in self.guidance.tensors if tensor not in without)
+            remedy = f"set guidance.tensors: {left}" if left else "set guidance: null"
+            raise UserError(
+                f"method {self.name}: guidance of {', '.join(without)} follows E2M1 codewords, and "
+                f"{chosen.of(without[0])} has none; {remedy}, or choose another format"
+            )
+        far = [tensor for tensor in self.guidance.tensors if chosen.of(tensor).startswith("fouroversix")]
+        if far and self.guidance.scale_bits == 2:
+            raise UserError(
+                f"method {self.name}: guidance.scale_bits 2 needs scales that trainer and rollout choose within a code "
+                "or two of each other; fouroversix picks between two far ones. Set scale_bits: 8 or another format"
+            )
 
 
 class PtqMethod(Section):
@@ -113,8 +151,8 @@ class PtqMethod(Section):
     """Where this implementation departs from its source."""
     base: str = "bf16"
     """The RL method whose final policy is quantized."""
-    format: Literal["nvfp4", "fouroversix"] = "nvfp4"
-    """Format of the exported weights; activations and KV use it too."""
+    format: FormatChoice = FormatChoice()
+    """Number formats of the exported weights, and of activations and KV where the export runs."""
 
 
 MethodConfig = Annotated[RlMethod | PtqMethod, Field(discriminator="kind")]
