@@ -100,6 +100,10 @@ class RunPaths:
         """``index.html``, ``report.md`` and figures."""
         return self.base / "report"
 
+    def target_report(self, target: str) -> Path:
+        """Page, Markdown, figures and ``summary.json`` of one of the paper's tables (or of all: ``paper``)."""
+        return self.report / target
+
     def state(self, stage: str, *parts: str) -> Path:
         """Working directory of a resumable stage."""
         return self.base.joinpath("state", stage, *parts)
