@@ -9,6 +9,7 @@ from trace_rl.config.base import Section
 from trace_rl.config.checkpoint import CheckpointConfig, ColdStart
 from trace_rl.config.quant import FormatChoice
 from trace_rl.config.rollout import EngineConfig, SamplingConfig
+from trace_rl.config.tables import StabilityConfig, TablesConfig
 from trace_rl.config.training import TrainingConfig
 
 
@@ -71,9 +72,9 @@ class SuiteConfig(Section):
     """Which methods are trained, with which seeds."""
 
     methods: tuple[str, ...] = ("bf16", "fp4_naive", "qat", "trace", "trace_full", "ptq_nvfp4")
-    """Names of files in ``methods_dir``."""
-    seeds: tuple[int, ...] = (0,)
-    """Seeds of sampling and data order; each method runs once per seed."""
+    """Methods of the core suite (target ``all``): names of files in ``methods_dir``, or of variants of them."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of sampling and data order. The core suite takes the first only; the tables of the paper take all."""
     methods_dir: str = "config/methods"
     """Where the method files are."""
 
@@ -149,6 +150,10 @@ class ExperimentConfig(Section):
     """RL."""
     suite: SuiteConfig = SuiteConfig()
     """Methods and seeds."""
+    tables: TablesConfig = TablesConfig()
+    """Methods of the paper's tables and figures."""
+    stability: StabilityConfig = StabilityConfig()
+    """The map of where training collapses."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Evaluation."""
     bench: BenchConfig = BenchConfig()
@@ -171,4 +176,7 @@ class ExperimentConfig(Section):
             )
         if not self.suite.methods or not self.suite.seeds:
             raise ValueError("suite.methods and suite.seeds must not be empty")
+        for name, seeds in (("suite", self.suite.seeds), ("stability", self.stability.seeds)):
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(f"{name}.seeds {list(seeds)} names a seed twice, which would count one run as two")
         return self

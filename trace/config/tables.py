@@ -1,4 +1,7 @@
-"""Which methods each of the paper's tables and figures compares; names may be those of variants."""
+"""Which methods each of the paper's tables and figures compares; names may be those of variants.
+
+The staleness study and the stability map name methods and a grid; `trace_rl.config.targets` expands them to variants.
+"""
 
 from pydantic import Field
 
@@ -6,7 +9,7 @@ from trace_rl.config.base import Section
 
 
 class TablesConfig(Section):
-    """Methods of the targets ``table1`` ... ``storage``, each over all of ``suite.seeds``; shared runs are shared."""
+    """Methods of the targets ``table1`` ... ``ablations``, each over all of ``suite.seeds``; shared runs are shared."""
 
     table1: tuple[str, ...] = (
         "bf16",
@@ -45,7 +48,7 @@ class TablesConfig(Section):
     table6: tuple[str, ...] = ("qat", "sc", "trace")
     """Score centering."""
     table7: tuple[str, ...] = ("bf16", "ptq_nvfp4", "ptq_4over6", "ptq_hscale", "trace")
-    """Quantization of the BF16 policy after training."""
+    """Quantization of the BF16 policy after training; the policy that a method quantizes need not be listed."""
     mismatch: tuple[str, ...] = (
         "fp4_naive",
         "qat",
@@ -59,7 +62,41 @@ class TablesConfig(Section):
     """Curves over steps."""
     storage: tuple[str, ...] = ("trace", "trace_full", "trace@guidance.scale_bits=2")
     """Bytes of guidance."""
-    staleness: tuple[str, ...] = ()
-    """Importance ratios under staleness: each of these at staleness 0, 1 and 3 and at ``staleness_learning_rates``."""
-    staleness_learning_rates: tuple[float, ...] = Field(default=())
-    """Learning rates of the staleness study; empty takes ``training.learning_rate``."""
+    ablations: tuple[str, ...] = (
+        "bf16",
+        "bf16@loss.tis_cap=null",
+        "qat",
+        "qat@loss.tis_cap=null",
+        "qat@router_replay=none",
+        "trace",
+        "trace@loss.tis_cap=null",
+        "trace@router_replay=none",
+        "trace@guidance.tensors=fc1",
+        "trace@guidance.tensors=k,v",
+    )
+    """One thing switched off at a time: routing replay, truncated importance weights, guidance of KV or activations."""
+    staleness: tuple[str, ...] = ("bf16", "qat", "trace", "trace_unpinned", "trace_gated", "trace_anchored")
+    """Training under staleness: each of these at all of ``staleness_levels`` and ``staleness_learning_rates``."""
+    staleness_levels: tuple[int, ...] = Field(default=(0, 1, 3), min_length=1)
+    """Policy versions between the generation of a batch and its use; at most ``training.max_version_diff``."""
+    staleness_learning_rates: tuple[float, ...] = Field(default=(3e-4, 1e-3), min_length=1)
+    """Learning rates of the staleness study."""
+    staleness_steps: int | None = Field(default=None, ge=1)
+    """Steps of the staleness study; null takes ``training.steps`` and shares runs with the other tables."""
+
+
+class StabilityConfig(Section):
+    """The target ``stability``: every method at every point of a grid, to see where training collapses."""
+
+    methods: tuple[str, ...] = ("bf16", "fp4_naive", "qat", "trace")
+    """Methods of the map."""
+    learning_rates: tuple[float, ...] = Field(default=(3e-4, 1e-3, 3e-3), min_length=1)
+    """Peak learning rates."""
+    max_new_tokens: tuple[int, ...] = Field(default=(48, 96), min_length=1)
+    """Longest responses in tokens."""
+    updates_per_rollout: tuple[int, ...] = Field(default=(1, 4), min_length=1)
+    """Optimizer steps per rollout batch."""
+    steps: int | None = Field(default=135, ge=1)
+    """Steps of each run; null takes ``training.steps``."""
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    """Seeds of each point."""

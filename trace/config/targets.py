@@ -1,0 +1,146 @@
+"""What each target of the workflow covers: its methods, variants expanded, and its seeds.
+
+    all                  suite.methods, the first of suite.seeds: the core suite
+    table1 ... ablations one field of `tables` each, over all of suite.seeds
+    paper                the union of those
+    stability            the grid of `stability`, over its own seeds
+
+A grid (`staleness`, `stability`) becomes names of variants, and a change that the experiment makes anyway is left out
+of the name: ``trace`` at staleness 0 is the run that every other table shows, not a second one.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.load import load_method
+from trace_rl.config.method import PtqMethod, RlMethod
+from trace_rl.config.overrides import SAMPLING, with_overrides
+from trace_rl.config.variants import JOIN, SEPARATOR, split_name
+from trace_rl.errors import UserError
+
+TABLES = (
+    "table1",
+    "table4",
+    "table5",
+    "table6",
+    "table7",
+    "dynamics",
+    "mismatch",
+    "storage",
+    "staleness",
+    "ablations",
+)
+"""Targets of the paper and of what it leaves open."""
+PAPER, STABILITY = "paper", "stability"
+TARGETS = (*TABLES, PAPER, STABILITY)
+WITHOUT_EVALUATION = ("storage",)
+"""Targets that show no accuracy, so that no policy is evaluated for them."""
+GAP_SOURCES = ("mismatch", "staleness", PAPER)
+RATIO = ("mismatch", "staleness", PAPER)
+"""Targets that show what the analysis stages measured."""
+ANALYSED = "trace"
+"""The method whose trained policy the sources of the gap are measured on, beside the policy before RL."""
+
+Change = int | float | None
+
+
+def core_seeds(config: ExperimentConfig) -> tuple[int, ...]:
+    """The one seed of the core suite; the tables of the paper take all of ``suite.seeds``."""
+    return config.suite.seeds[:1]
+
+
+def target_seeds(config: ExperimentConfig, target: str) -> tuple[int, ...]:
+    """Seeds of a target."""
+    return config.stability.seeds if target == STABILITY else config.suite.seeds
+
+
+def target_names(config: ExperimentConfig, target: str) -> tuple[str, ...]:
+    """Names of a target's methods in the order they are shown, each once."""
+    if target == PAPER:
+        names = [name for table in TABLES for name in target_names(config, table)]
+    elif target == STABILITY:
+        names = _stability(config)
+    elif target == "staleness":
+        names = _staleness(config)
+    elif target in TABLES:
+        names = list(getattr(config.tables, target))
+    else:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    return tuple(dict.fromkeys(names))
+
+
+def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path(".")) -> dict[str, RlMethod | PtqMethod]:
+    """A target's methods by name. UserError for one that does not exist or does not suit the experiment, for a PTQ
+    method whose base is not trained, and for a variant that is another method of the target under a second name.
+    """
+    folder = root / config.suite.methods_dir
+    methods = {name: load_method(folder / f"{name}.yaml") for name in target_names(config, target)}
+    for method in methods.values():
+        base = load_method(folder / f"{method.base}.yaml") if isinstance(method, PtqMethod) else method
+        if not isinstance(base, RlMethod):
+            raise UserError(f"{target}: {method.name} quantizes the policy of {base.name}, which is not trained")
+        base.formats(config.format)
+        with_overrides(config, base.training)
+    _check_distinct(methods, target=target)
+    return methods
+
+
+def check_stated(config: ExperimentConfig, *, root: Path = Path(".")) -> None:
+    """Load the tables that the configuration states; those it leaves to the defaults are checked when asked for,
+    because a folder of methods of one's own need not hold every method of the paper.
+    """
+    for target in TABLES:
+        if target in config.tables.model_fields_set:
+            target_methods(config, target, root=root)
+    if "methods" in config.stability.model_fields_set:
+        target_methods(config, STABILITY, root=root)
+
+
+def variant(name: str, changes: Mapping[str, Change]) -> str:
+    """``name`` with ``training`` settings changed, as a variant's name; without changes, ``name``."""
+    texts = [f"training.{key}={'null' if value is None else value}" for key, value in changes.items()]
+    if not texts:
+        return name
+    return name + (JOIN if SEPARATOR in name else SEPARATOR) + JOIN.join(texts)
+
+
+def _staleness(config: ExperimentConfig) -> list[str]:
+    tables = config.tables
+    grid: dict[str, Sequence[Change]] = {
+        "staleness": tables.staleness_levels,
+        "learning_rate": tables.staleness_learning_rates,
+        "steps": (tables.staleness_steps,),
+    }
+    return _expand(config, tables.staleness, grid)
+
+
+def _stability(config: ExperimentConfig) -> list[str]:
+    stability = config.stability
+    grid: dict[str, Sequence[Change]] = {
+        "learning_rate": stability.learning_rates,
+        "max_new_tokens": stability.max_new_tokens,
+        "updates_per_rollout": stability.updates_per_rollout,
+        "steps": (stability.steps,),
+    }
+    return _expand(config, stability.methods, grid)
+
+
+def _expand(config: ExperimentConfig, methods: Sequence[str], grid: Mapping[str, Sequence[Change]]) -> list[str]:
+    """Every method at every point of the grid; None, and what the experiment says anyway, are no change."""
+    own = {key: getattr(config.sampling if key in SAMPLING else config.training, key) for key in grid}
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    changes = [{k: v for k, v in point.items() if v is not None and v != own[k]} for point in points]
+    return [variant(name, change) for name in methods for change in changes]
+
+
+def _check_distinct(methods: Mapping[str, RlMethod | PtqMethod], *, target: str) -> None:
+    """Two tables that want the same run must call it the same, or it would be trained twice."""
+    labels = {"name", "description", "source", "departures"}
+    seen: dict[str, str] = {}
+    for name in sorted(methods, key=lambda name: len(split_name(name)[1])):
+        content = methods[name].digest(exclude=labels)
+        if split_name(name)[1] and content in seen:
+            raise UserError(f"{target}: {name} is the same run as {seen[content]}; ask for {seen[content]}")
+        seen.setdefault(content, name)
