@@ -6,6 +6,7 @@ and ``distribution`` are the only tensors a gradient may flow through.
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -45,14 +46,27 @@ class TokenLoss:
     """Further scalars summed over tokens, logged as ``loss/<name>`` per response token."""
 
 
-def num_trajectories(trajectory_index: Tensor) -> int:
-    """B of a non-empty micro-batch."""
-    return int(trajectory_index[-1]) + 1
+def num_groups(index: Tensor) -> int:
+    """Number of trajectories or windows of a non-empty micro-batch, whose ``index`` ascends from 0 without gaps."""
+    return int(index[-1]) + 1
 
 
-def trajectory_means(values: Tensor, trajectory_index: Tensor) -> Tensor:
-    """[B] mean over each trajectory's tokens of ``values`` [N]; differentiable."""
-    num = num_trajectories(trajectory_index)
-    sums = values.new_zeros(num).index_add(0, trajectory_index, values)
-    counts = values.new_zeros(num).index_add(0, trajectory_index, values.new_ones(values.shape))
-    return sums / counts
+def group_sums(values: Tensor, index: Tensor) -> Tensor:
+    """[G] sum of ``values`` [N] over the tokens of each trajectory or window; differentiable."""
+    return values.new_zeros(num_groups(index)).index_add(0, index, values)
+
+
+def group_means(values: Tensor, index: Tensor) -> Tensor:
+    """[G] mean of ``values`` [N] over the tokens of each trajectory or window; differentiable."""
+    return group_sums(values, index) / group_sums(values.new_ones(values.shape), index)
+
+
+def windows(trajectory_index: Tensor, *, size: int) -> Tensor:
+    """int64 [N]: each response cut into consecutive windows of ``size`` tokens, the last one shorter, numbered from 0
+    through the whole micro-batch."""
+    lengths = torch.bincount(trajectory_index)
+    starts = lengths.cumsum(0) - lengths
+    per_trajectory = (lengths + size - 1) // size
+    first = per_trajectory.cumsum(0) - per_trajectory
+    position = torch.arange(trajectory_index.numel(), device=trajectory_index.device) - starts[trajectory_index]
+    return first[trajectory_index] + position // size
