@@ -40,7 +40,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a key, e.g. training.steps=5; repeatable."),
 ]
-Method = Annotated[str, typer.Option("--method", "-m", metavar="NAME", help="A method of suite.methods.")]
+Method = Annotated[
+    str, typer.Option("--method", "-m", metavar="NAME", help="A method file's name, or a variant of it.")
+]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="A seed of suite.seeds.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")]
 
@@ -279,22 +281,24 @@ def evaluate(
 
 @app.command()
 def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
-    """Write the report page and the summary."""
+    """Write the report page of the core suite."""
     experiment, paths = load(config, results, overrides)
     from trace_rl.config.load import load_suite
+    from trace_rl.config.targets import core_seeds
     from trace_rl.stages import report
 
-    report.run(experiment, paths, methods=load_suite(experiment))
+    report.run(experiment, paths, methods=load_suite(experiment), seeds=core_seeds(experiment))
 
 
 @app.command()
 def summary(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
-    """Print one table of the run."""
+    """Print one table of the core suite."""
     experiment, paths = load(config, results, overrides)
     from trace_rl.config.load import load_suite
+    from trace_rl.config.targets import core_seeds
     from trace_rl.stages import summary
 
-    summary.run(experiment, paths, methods=load_suite(experiment))
+    summary.run(experiment, paths, methods=load_suite(experiment), seeds=core_seeds(experiment))
 
 
 @app.command()

@@ -24,6 +24,7 @@ from trace_rl.config.base import digest_of
 from trace_rl.config.experiment import BenchConfig, ExperimentConfig
 from trace_rl.config.load import load_method
 from trace_rl.config.method import PtqMethod, RlMethod
+from trace_rl.config.targets import core_seeds
 from trace_rl.errors import UserError
 
 PACKAGE = "trace_rl"
@@ -51,6 +52,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "report": ("run", "format", "suite"),
 }
 
+# Stages of the core suite, which takes the first seed only: another one must not run them again.
+CORE = ("summary", "report")
+
 # Settings are compared by value; tracking and errors never change a result. `quant`, `guidance` and `paths` compute.
 _WITHOUT_EFFECT = re.compile(rf"{PACKAGE}\.(cli|errors|tracking|config(\.(?!quant$|guidance$|paths$)\w+)?)$")
 _DATA_SUFFIXES = {".yaml", ".yml", ".json", ".j2", ".html", ".css", ".txt", ".jinja", ".cpp", ".h"}
@@ -68,6 +72,8 @@ def stage_config(config: ExperimentConfig, stage: str) -> dict[str, Any]:
             chosen.setdefault(section, {})[field] = values[section][field]
         else:
             chosen[section] = values[section]
+    if stage in CORE:
+        chosen["suite"]["seeds"] = list(core_seeds(config))
     return chosen
 
 

@@ -48,25 +48,26 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def collect(paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]) -> dict[str, Any]:
-    """The summary of a run."""
-    start = read(paths.evaluation_start)
+def collect(
+    paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...], evaluated: bool = True
+) -> dict[str, Any]:
+    """The summary of some methods and seeds of a run; not ``evaluated``: accuracies are empty, and none is read."""
     return {
         "run": paths.run,
         "methods": {
-            name: {str(seed): entry(paths, method=method, seed=seed) for seed in seeds}
+            name: {str(seed): entry(paths, method=method, seed=seed, evaluated=evaluated) for seed in seeds}
             for name, method in methods.items()
         },
-        "start": {"accuracy": by_task(start)},
+        "start": {"accuracy": by_task(read(paths.evaluation_start)) if evaluated else {}},
         "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),
     }
 
 
-def entry(paths: RunPaths, *, method: RlMethod | PtqMethod, seed: int) -> dict[str, Any]:
+def entry(paths: RunPaths, *, method: RlMethod | PtqMethod, seed: int, evaluated: bool) -> dict[str, Any]:
     """One method and seed."""
-    result: dict[str, Any] = {"accuracy": by_task(read(paths.evaluation(method.name, seed)))}
+    result: dict[str, Any] = {"accuracy": by_task(read(paths.evaluation(method.name, seed))) if evaluated else {}}
     trained = read(paths.train(method.name, seed) / "metrics.json") if isinstance(method, RlMethod) else {}
     return result | {key: trained.get(key) for key in TRAIN_KEYS}
 

@@ -14,14 +14,16 @@ from trace_rl.report.page import build
 from trace_rl.rl.metrics_log import MetricsLog
 
 
-def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
+def run(
+    config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]
+) -> None:
     """Write ``index.html``, ``report.md`` and the figures."""
     with tracking.stage_run(config, stage="report", paths=paths) as tracker:
         document = build(
             read(paths.summary),
             config=config,
             methods=methods,
-            runs=step_metrics(paths, methods=methods, seeds=config.suite.seeds),
+            runs=step_metrics(paths, methods=methods, seeds=seeds),
             artifacts={
                 "calibration": read(paths.calibration_metrics),
                 "audit": read(paths.audit),

@@ -1,4 +1,4 @@
-"""Stage ``summary``: one JSON of the whole run, and one table on the screen."""
+"""Stage ``summary``: one JSON of the core suite, and one table on the screen."""
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +13,11 @@ from trace_rl.report.collect import collect
 TABLE_WIDTH = 120
 
 
-def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
-    """Write ``summary.json`` and print the table."""
-    summary = collect(paths, methods=methods, seeds=config.suite.seeds)
+def run(
+    config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]
+) -> None:
+    """Write ``summary.json`` of ``methods`` and ``seeds`` and print the table."""
+    summary = collect(paths, methods=methods, seeds=seeds)
     write_json(paths.summary, summary, sort_keys=False)  # methods in the suite's order
     Console(width=TABLE_WIDTH).print(summary_table(summary))
 
