@@ -48,7 +48,7 @@ def kept_float64(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows(*shape: int, seed: int = 0) -> tuple[torch.Tensor, float]:
-    """BF16 activations with a few large channels and a zero block, and an encode scale (odd: no ties of block scales)."""
+    """BF16 activations with a few large channels and a zero block, and an encode scale (odd: no ties of scales)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * (1 + 9 * (torch.rand(shape[-1], generator=generator) < 0.05))
     x[0, :16] = 0.0

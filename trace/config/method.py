@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from trace_rl.config.base import Section
 from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.loss import GrpoLoss, Loss
-from trace_rl.config.quant import WITHOUT_CODEWORDS, FormatChoice
+from trace_rl.config.quant import RESIDUAL_SHARE, WITHOUT_CODEWORDS, FormatChoice, ResidualKind, check_residual
 from trace_rl.errors import UserError
 
 NAME = r"^[a-z][a-z0-9_]*(@[a-zA-Z0-9_.,=+-]+)?$"
@@ -27,6 +27,20 @@ class Scopes(Section):
     @property
     def enabled(self) -> bool:
         return self.weights or self.activations or self.kv
+
+
+class RolloutScopes(Scopes):
+    """The rollout engine's scopes, and what it adds to FP4 activations; a trainer has no such thing to set."""
+
+    residual: ResidualKind = "none"
+    """Residual compensation of the experts' inputs: ``channels`` (QUADS), ``sparse`` (ResQ) or ``none``."""
+    residual_share: float = Field(default=RESIDUAL_SHARE, gt=0.0, le=1.0)
+    """Share of the channels that ``residual: channels`` covers."""
+
+    @model_validator(mode="after")
+    def _compensates_fp4(self) -> "RolloutScopes":
+        check_residual(self.residual, share=self.residual_share, activations="FP4" if self.activations else None)
+        return self
 
 
 class RatioSpec(Section):
@@ -73,7 +87,7 @@ class RlMethod(Section):
     """Where the method comes from: an arXiv id, or `control`."""
     departures: tuple[str, ...] = ()
     """Where this implementation departs from its source."""
-    rollout: Scopes = Scopes()
+    rollout: RolloutScopes = RolloutScopes()
     """FP4 scopes of the rollout engine."""
     trainer: Scopes = Scopes()
     """FP4 scopes of the trainer's fake quantization."""
@@ -101,7 +115,9 @@ class RlMethod(Section):
                 if {"k", "v"} & set(self.guidance.tensors) and not scopes.kv:
                     raise ValueError(f"method {self.name}: guidance of k, v needs {side}.kv: true; set it or drop k, v")
         if "rtn" in (self.ratio.mismatch, self.ratio.staleness) and not self.trainer.enabled:
-            raise ValueError(f"method {self.name}: a ratio of rtn forwards needs an FP4 trainer; set trainer or use own")
+            raise ValueError(
+                f"method {self.name}: a ratio of rtn forwards needs an FP4 trainer; set trainer or use own"
+            )
         if self.format is not None:
             self.check_format(self.format)
         return self
@@ -114,6 +130,11 @@ class RlMethod(Section):
 
     def check_format(self, chosen: FormatChoice) -> None:
         """UserError for formats that this method cannot be trained with."""
+        if self.rollout.residual != "none" and chosen.activations == "mxfp8":
+            raise UserError(
+                f"method {self.name}: rollout.residual compensates FP4 activations, and format {chosen} keeps them in "
+                "8 bits; set rollout.residual: none, or choose another format"
+            )
         if chosen.weights == "hscale":
             raise UserError(
                 f"method {self.name}: format hscale searches the scales of a finished policy once; training changes the "

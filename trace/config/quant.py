@@ -12,7 +12,7 @@ and in JSON alike, and as a mapping otherwise:
 
 from typing import Any, Literal, get_args
 
-from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import CoreSchema
 
 from trace_rl.config.base import Section, digest_of
@@ -28,6 +28,9 @@ SCOPE_OF: dict[str, Scope] = {"fc1": "activations", "fc2": "activations", "k": "
 """Scope of each tensor that is not a weight."""
 WITHOUT_CODEWORDS = frozenset({"hif4", "mxfp8"})
 """Formats whose values are no E2M1 codes: they can be neither recorded nor guided."""
+
+ResidualKind = Literal["none", "channels", "sparse"]
+RESIDUAL_SHARE = 0.5
 
 _UNIFORM: tuple[FormatName, ...] = (
     "nvfp4",
@@ -47,7 +50,7 @@ PRESETS: dict[str, dict[Scope, FormatName]] = {
 
 _SENSELESS = {
     ("weights", "mxfp8"): "8-bit weights are not FP4. Set weights: mxfp4; format mxfp4_w4a8 keeps activations in mxfp8",
-    ("kv", "mxfp8"): "the cache is the FP4 scope with the most bytes. Set kv: mxfp4, or the method's kv: false for BF16",
+    ("kv", "mxfp8"): "the cache is the FP4 scope with the most bytes. Set kv: mxfp4, or the method's kv: false (BF16)",
     ("activations", "hscale"): "it searches scales of a fixed tensor by its Hessian. Set activations: nvfp4",
     ("kv", "hscale"): "it searches scales of a fixed tensor by its Hessian. Set kv: nvfp4",
 }
@@ -116,6 +119,16 @@ class QuantSpec(Section):
     """Quantize the routed experts' inputs (FC1 and FC2) with the calibrated static encode scale of the layer."""
     kv: bool = True
     """Quantize K (after its norm and RoPE) and V as they enter the cache, with the layer's static encode scale."""
+    residual: ResidualKind = "none"
+    """What an engine adds to the FP4 inputs of the experts (`trace_rl.formats.residual`): ``channels``, the rounded
+    residual of the channels where calibration saw the largest (QUADS); ``sparse``, of two of every four (ResQ)."""
+    residual_share: float = Field(default=RESIDUAL_SHARE, gt=0.0, le=1.0)
+    """Share of the channels that ``residual: channels`` covers."""
+
+    @model_validator(mode="after")
+    def _compensates_fp4(self) -> "QuantSpec":
+        check_residual(self.residual, share=self.residual_share, activations=self.format_of("activations"))
+        return self
 
     @property
     def enabled(self) -> bool:
@@ -133,7 +146,23 @@ class QuantSpec(Section):
 
     def hash(self) -> str:
         """16 hex digits over what is quantized how: the format of a BF16 scope does not count."""
-        return digest_of({scope: self.format_of(scope) for scope in SCOPES})
+        content: dict[str, Any] = {scope: self.format_of(scope) for scope in SCOPES}
+        if self.residual != "none":
+            content["residual"] = self.residual
+        if self.residual == "channels":
+            content["residual_share"] = self.residual_share
+        return digest_of(content)
+
+
+def check_residual(residual: ResidualKind, *, share: float, activations: str | None) -> None:
+    """ValueError where a residual is compensated that nothing leaves, or where a share is set and not used."""
+    if residual != "none" and activations in (None, "mxfp8"):
+        raise ValueError(
+            f"residual: {residual} compensates FP4 activations, and they are {activations or 'BF16'} here; set "
+            "activations: true in an FP4 format, or residual: none"
+        )
+    if residual != "channels" and share != RESIDUAL_SHARE:
+        raise ValueError("residual_share has no effect without residual: channels; remove it")
 
 
 BF16 = QuantSpec(weights=False, activations=False, kv=False)

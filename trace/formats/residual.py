@@ -58,9 +58,9 @@ def compensated(
 ) -> Tensor:
     """bfloat16 [..., cols]: the operand Q(X) + P(Q(X - Q(X))).
 
-    x: bfloat16 or float32 [..., cols]. xhat: float32 Q(X), unrounded. encode_scale: that of x. channels: int64, distinct
-    and ascending, for kind ``channels`` only. quantize: a faster quantizer of the same format. UserError as in
-    `compensation`.
+    x: bfloat16 or float32 [..., cols]. xhat: float32 Q(X), unrounded. encode_scale: that of x. channels: int64,
+    distinct and ascending, for kind ``channels`` only. quantize: a faster quantizer of the same format. UserError as
+    in `compensation`.
     """
     residual = x.float() - xhat
     extra = compensation(

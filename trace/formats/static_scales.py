@@ -98,7 +98,8 @@ class StaticScales:
             raise UserError(f"{path} is not JSON ({error}): run the calibration stage again") from error
         if not isinstance(content, dict) or set(content) - {RESIDUAL} != set(TENSORS):
             raise UserError(
-                f"{path} must have exactly the keys {', '.join(TENSORS)} (and {RESIDUAL}): run the calibration stage again"
+                f"{path} must have exactly the keys {', '.join(TENSORS)} (and {RESIDUAL}): run the calibration stage "
+                "again"
             )
         scales = cls.from_json(content)
         for name in TENSORS:
