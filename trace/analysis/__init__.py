@@ -1,0 +1,1 @@
+"""Measurements on recorded rollouts: one set of trajectories, many forwards of the trainer over it."""

@@ -1,0 +1,301 @@
+"""Stage ``ratio``: does the trainer's importance ratio see what a stale rollout is stale by?
+
+The old policy rolls out in FP4, everything recorded. Then the method `qat` takes real GRPO updates, on-policy, and
+after some of them (``analysis.updates``) the engine is refitted and the *old* tokens are forced through it:
+
+    r = log pi_new - log pi_old      both by the FP4 engine: score with the new weights, minus as sampled
+
+is what an importance weight should contain. What the trainer can put there, with the new weights on the old record:
+
+    estimate     log pi_train,new - log pi_rollout,old     the truncated weight's exponent, which also holds the gap
+    difference   log pi_train,new - log pi_train,old       of two forwards that round alike (same mode, same record)
+
+in BF16, QAT, RTN on the recorded scale, and guided. Controls: the same with a BF16 engine and trainer; ``floor``, the
+engine scoring its own tokens with the *old* weights (decode against batched prefill, the part of r that is noise of
+the engine); ``shuffled``, r after an update whose entries were permuted within each tensor: a change of the same size
+that no gradient chose, so what FP4 makes of any small change.
+
+The stale batch comes from the prompts that follow those of the updates, as in the staleness queue. Without burn-in the
+updates are Adam's first at the full learning rate: each moves every weight by about the learning rate, farther than
+later ones do. With ``analysis.burn_in`` the method first trains that long (its warm-up within), then the old policy is
+the one after it.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from trace_rl import tracking
+from trace_rl.analysis.forwards import (
+    BF16_FORWARD,
+    FOLLOW_SCALE,
+    QAT,
+    TRACE,
+    TRACE_ALL,
+    TRACE_FULL,
+    TRACE_GATED,
+    Forward,
+    Recorded,
+)
+from trace_rl.analysis.ratios import describe_estimate, describe_weight
+from trace_rl.config.analysis import AnalysisConfig
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.guidance import FULL
+from trace_rl.config.load import load_method
+from trace_rl.config.method import RlMethod
+from trace_rl.config.paths import RunPaths
+from trace_rl.config.quant import BF16
+from trace_rl.errors import UserError
+from trace_rl.formats.static_scales import StaticScales
+from trace_rl.models.checkpoint_io import write_json
+from trace_rl.qat.attach import Qat
+from trace_rl.rl.trainer import Trainer
+from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
+from trace_rl.stages.train import TrainRun, build_trainer
+from trace_rl.tasks.problem import read_jsonl
+
+METHOD = "qat"
+"""The method whose updates make the rollouts stale."""
+SEED_BASE = 1 << 43
+"""Sampling seeds of the stale batch, apart from all others."""
+FORWARDS = {
+    "bf16": BF16_FORWARD,
+    "qat": QAT,
+    "recorded_scale": FOLLOW_SCALE,
+    "trace": TRACE,
+    "trace_gated": TRACE_GATED,
+    "trace_all": TRACE_ALL,
+    "full": TRACE_FULL,
+}
+SHUFFLED = "shuffled"
+STEP_METRICS = ("reward", "gap_mean", "grad_norm", "learning_rate", "is_ess", "is_truncated")
+
+Weights = dict[str, Tensor]
+
+
+def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, Any]:
+    """Measure and write ``paths.ratio(seed)``."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    started = time.perf_counter()
+    with tracking.stage_run(config, stage="ratio", paths=paths, wildcards={"seed": seed}) as tracker:
+        model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16, local_files_only=True)
+        this = training_run(config, paths, seed=seed)
+        engine = open_engine(
+            paths.checkpoint, quant=this.rollout_quant, scales=StaticScales.load(paths.scales), config=config.engine
+        )
+        try:
+            trainer = build_trainer(
+                this, model=model, engine=engine, tokenizer=AutoTokenizer.from_pretrained(paths.checkpoint)
+            )
+            prompts = stale_prompts(trainer, settings=config.analysis)
+            steps = [trainer.step() for _ in range(config.analysis.burn_in)]
+            old = weights_of(model)
+            fp4, fp4_scores = stale_batch(trainer, engine, prompts=prompts, seed=seed)
+            versions = {0: old}
+            for update in range(1, config.analysis.updates[-1] + 1):
+                steps.append(trainer.step())
+                if update in config.analysis.updates:
+                    versions[update] = weights_of(model)
+            shuffled = shuffle_update(old, versions[config.analysis.updates[0]], seed=seed)
+            scores = score_versions(engine, fp4, versions=versions | {SHUFFLED: shuffled}, known={0: fp4_scores})
+        finally:
+            engine.close()
+        engine = open_engine(paths.checkpoint, quant=BF16, scales=None, config=config.engine)
+        try:
+            engine.load_policy(old.items(), 0)
+            bf16, bf16_scores = stale_batch(trainer, engine, prompts=prompts, seed=seed)
+            control = score_versions(engine, bf16, versions=versions | {SHUFFLED: shuffled}, known={0: bf16_scores})
+        finally:
+            engine.close()
+        measure = {"model": model, "qat": trainer.qat, "versions": versions, "settings": config.analysis}
+        result: dict[str, Any] = {
+            "seed": seed,
+            "engine": config.engine.name,
+            "quant": this.rollout_quant.model_dump(mode="json"),
+            "method": METHOD,
+            "learning_rate": config.training.learning_rate,
+            "burn_in": config.analysis.burn_in,
+            "sequences_per_update": config.training.prompts_per_step * config.training.samples_per_prompt,
+            "trajectories": len(prompts),
+            "steps": [{name: step[name] for name in STEP_METRICS if name in step} for step in steps],
+            "weights_moved": {str(v): distance(old, new) for v, new in (versions | {SHUFFLED: shuffled}).items()},
+            "fp4": compare(fp4, scores, forwards=FORWARDS, **measure),
+            "bf16": compare(bf16, control, forwards={"bf16": BF16_FORWARD}, **measure),
+        }
+        result["gap_by_updates"] = gap_table(result)
+        result["seconds"] = time.perf_counter() - started
+        write_json(paths.ratio(seed), result)
+        tracker.log_metrics({"gap_by_updates": result["gap_by_updates"]})
+    print(ratio_table(result))
+    return result
+
+
+def training_run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> TrainRun:
+    """The method on this experiment's budget, on-policy; the warm-up lasts no longer than the burn-in."""
+    file = Path(config.suite.methods_dir) / f"{METHOD}.yaml"
+    method = load_method(file)
+    if not isinstance(method, RlMethod):
+        raise UserError(f"{file}: kind {method.kind!r}; the ratio stage trains this method, so it must be of kind rl")
+    changes = {
+        "staleness": 0,
+        "updates_per_rollout": 1,
+        "warmup_steps": min(config.training.warmup_steps, config.analysis.burn_in),
+    }
+    training = config.training.model_copy(update=changes)
+    return TrainRun(
+        config=config.model_copy(update={"training": training}),
+        paths=paths,
+        method=method,
+        seed=seed,
+        identity="ratio",
+        problems=read_jsonl(paths.data / "rl.jsonl"),
+    )
+
+
+def stale_prompts(trainer: Trainer, *, settings: AnalysisConfig) -> list[list[int]]:
+    """Prompts of the batches after those that the updates train on."""
+    problems: list[int] = []
+    index = settings.burn_in + settings.updates[-1]
+    while len(problems) < settings.num_prompts:
+        problems += trainer.prompts.batch(index)
+        index += 1
+    return [trainer.prompts.token_ids(problem) for problem in problems[: settings.num_prompts]]
+
+
+def stale_batch(
+    trainer: Trainer, engine: RolloutEngine, *, prompts: Sequence[Sequence[int]], seed: int
+) -> tuple[Recorded, Tensor]:
+    """Rollouts of the engine's present policy, one per prompt, and its own scores of them."""
+    sampling = Sampling(
+        temperature=trainer.temperature, max_new_tokens=trainer.max_new_tokens, seed=SEED_BASE + (seed << 32)
+    )
+    batch = engine.generate(prompts, sampling, FULL if engine.quant.enabled else None)
+    recorded = Recorded(batch, temperature=trainer.temperature, pad_id=trainer.pad_id)
+    return recorded, recorded.response_scores(engine.score(recorded.sequences, trainer.temperature))
+
+
+def score_versions(
+    engine: RolloutEngine, recorded: Recorded, *, versions: dict[Any, Weights], known: dict[Any, Tensor]
+) -> dict[Any, Tensor]:
+    """float32 [N] by version: the batch's response tokens forced through the engine with those weights."""
+    scores = dict(known)
+    for number, (name, weights) in enumerate(versions.items()):
+        if name not in scores:
+            engine.load_policy(weights.items(), number)
+            scores[name] = recorded.response_scores(engine.score(recorded.sequences, recorded.temperature))
+    return scores
+
+
+def compare(
+    recorded: Recorded,
+    scores: dict[Any, Tensor],
+    *,
+    forwards: dict[str, Forward],
+    model: PreTrainedModel,
+    qat: Qat,
+    versions: dict[int, Weights],
+    settings: AnalysisConfig,
+) -> dict[str, Any]:
+    """Truth, estimates and differences after each number of updates; 0 is the old policy itself."""
+    clusters, sampled = recorded.clusters, recorded.rollout_logprobs
+    bootstrap = {"resamples": settings.resamples, "seed": settings.seed}
+    before: dict[str, Tensor] = {}
+    rows = []
+    for updates, weights in versions.items():
+        model.load_state_dict(weights)
+        qat.invalidate_weights()
+        truth = scores[updates] - sampled
+        logprobs = {name: recorded.run(forward, model=model, qat=qat).logprobs for name, forward in forwards.items()}
+        before = before or logprobs
+        row: dict[str, Any] = {
+            "updates": updates,
+            "truth": describe_weight(truth, clusters),
+            "estimates": {
+                name: describe_estimate(value - sampled, truth, clusters, **bootstrap)
+                for name, value in logprobs.items()
+            },
+        }
+        if updates:
+            row["truth"]["share_of_floor"] = share_of_variance(scores[0] - sampled, truth)
+            row["differences"] = {
+                name: describe_estimate(value - before[name], truth, clusters, **bootstrap)
+                for name, value in logprobs.items()
+            }
+        rows.append(row)
+    return {
+        "tokens": sampled.numel(),
+        "floor": describe_weight(scores[0] - sampled, clusters),
+        "shuffled": describe_weight(scores[SHUFFLED] - sampled, clusters),
+        "rows": rows,
+    }
+
+
+def share_of_variance(part: Tensor, whole: Tensor) -> float | None:
+    """Mean square of ``part`` over that of ``whole``; None where the whole is zero."""
+    square = float(whole.double().square().mean())
+    return float(part.double().square().mean()) / square if square else None
+
+
+def weights_of(model: PreTrainedModel) -> Weights:
+    """A copy of the policy."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def shuffle_update(old: Weights, new: Weights, *, seed: int) -> Weights:
+    """``old`` plus the update to ``new`` with its entries permuted within each tensor, in the weights' dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = {}
+    for name, before in old.items():
+        change = (new[name].float() - before.float()).reshape(-1)
+        order = torch.randperm(change.numel(), generator=generator)
+        shuffled[name] = (before.float() + change[order].view(before.shape)).to(before.dtype)
+    return shuffled
+
+
+def distance(old: Weights, new: Weights) -> float:
+    """Euclidean norm of the change, relative to that of the old weights."""
+    change = sum(float((new[name].double() - tensor.double()).square().sum()) for name, tensor in old.items())
+    return (change / sum(float(tensor.double().square().sum()) for tensor in old.values())) ** 0.5
+
+
+def gap_table(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """mean |log pi_train,new - log pi_rollout,old| by forward and number of updates; ``bf16_both``: BF16 engine too."""
+    table = {"bf16_both": [(row["updates"], row["estimates"]["bf16"]) for row in result["bf16"]["rows"]]}
+    table |= {name: [(row["updates"], row["estimates"][name]) for row in result["fp4"]["rows"]] for name in FORWARDS}
+    return {name: {str(updates): found["mean_abs"] for updates, found in rows} for name, rows in table.items()}
+
+
+def ratio_table(result: dict[str, Any]) -> str:
+    """Every estimate and difference beside the truth."""
+    lines = [f"{'':34}{'mean |.|':>10}{'error':>9}{'corr':>8}{'+-':>6}{'slope':>8}{'+-':>6}{'ESS':>7}{'trunc':>8}"]
+    for precision in ("fp4", "bf16"):
+        part = result[precision]
+        for name in ("floor", "shuffled"):
+            lines.append(f"{precision} engine, {name:<21}{part[name]['mean_abs']:10.5f}")
+        for row in part["rows"]:
+            truth = row["truth"]
+            lines.append(
+                f"{precision} engine, {row['updates']} updates: r    {truth['mean_abs']:10.5f}{'':37}"
+                f"{truth['ess']:7.3f}{truth['truncated']:8.4f}"
+            )
+            for kind in ("estimates", "differences"):
+                for name, found in row.get(kind, {}).items():
+                    lines.append(f"  {kind[:-1]:<12}{name:<20}{_numbers(found)}")
+    return "\n".join(lines)
+
+
+def _numbers(found: dict[str, Any]) -> str:
+    shown = [
+        f"{'-' if found[name] is None else format(found[name], '.3f'):>{width}}"
+        for name, width in (("correlation", 8), ("correlation_stderr", 6), ("slope", 8), ("slope_stderr", 6))
+    ]
+    return (
+        f"{found['mean_abs']:10.5f}{found['mean_abs_error']:9.5f}{''.join(shown)}{found['ess']:7.3f}"
+        f"{found['truncated']:8.4f}"
+    )
