@@ -49,8 +49,8 @@ def stored(paths: RunPaths) -> tuple[MlflowClient, list]:
     return client, client.search_runs([found.experiment_id])
 
 
-def job(paths: RunPaths, *, steps: range, seed: int = 0, learning_rate: float = 1e-4) -> None:
-    wildcards = {"method": "trace", "seed": seed}
+def job(paths: RunPaths, *, steps: range, method: str = "trace", seed: int = 0, learning_rate: float = 1e-4) -> None:
+    wildcards = {"method": method, "seed": seed}
     with tracking.stage_run(experiment(), paths=paths, stage="train", wildcards=wildcards) as run:
         run.log_params({"optimizer": {"learning_rate": learning_rate}})
         run.log_step_metrics([{"step": step, "reward": step / 10} for step in steps])
@@ -85,6 +85,31 @@ def test_a_run_says_what_made_it(paths):
     expected = {"rule", "wildcard.method", "digest.config", "digest.code", "digest.method", "hardware", "git.dirty"}
     assert expected <= set(tags)
     assert {"mlflow.source.git.commit", "quant_hash.rollout", "torch", "python"} <= set(tags)
+
+
+def test_curves_of_methods_variants_and_seeds_lie_in_one_chart_and_can_be_filtered(paths):
+    names = ("qat", "trace", "trace@guidance.layers=last_quarter", "trace@guidance.tensors=k,v+training.staleness=3")
+    for method in names:
+        for seed in (0, 1):
+            job(paths, steps=range(3), method=method, seed=seed)
+    client, runs = stored(paths)
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+
+    def found(where: str) -> list[str]:
+        where = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and {where}"
+        return sorted(run.info.run_name for run in client.search_runs([parent.info.experiment_id], where))
+
+    assert found("tags.rule = 'train'") == sorted(f"train {method} seed{seed}" for method in names for seed in (0, 1))
+    assert found("tags.method = 'trace@guidance.layers=last_quarter' and tags.seed = '1'") == [
+        "train trace@guidance.layers=last_quarter seed1"
+    ]
+    assert len(found("tags.base_method = 'trace' and tags.seed = '0'")) == 3
+    assert found("tags.base_method = 'trace' and tags.variant = ''") == ["train trace seed0", "train trace seed1"]
+    children = [run for run in runs if run is not parent]
+    assert {tuple(sorted(run.data.metrics)) for run in children} == {("final.accuracy", "reward")}
+    digests = {run.data.tags["digest.method"] for run in children}
+    assert len(digests) == len(names)
+    assert all("quant_hash.rollout" in run.data.tags for run in children)
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@
 - **Never a failure.** Whatever MLflow raises becomes one warning; the job goes on untracked.
 - **Single writer of the schema.** `setup` runs once before the first job; a lock file covers stages started by hand.
   The SQLite file is in WAL mode with a busy timeout, so jobs side by side wait for each other instead of failing.
+- **Comparable.** Jobs of a run are children of one MLflow run. Tags `method`, `base_method`, `variant` and `seed`
+  filter them (``tags.base_method = 'trace' and tags.seed = '0'``); trainings log their curves under the same keys.
 - **Cheap.** MLflow is imported once, only when enabled; step metrics are written in batches (call at checkpoints).
 
 `MLFLOW_TRACKING_URI` overrides `tracking.uri`, which overrides `<results>/mlflow.db` (artifacts in
@@ -39,6 +41,7 @@ from trace_rl.config.method import RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import QuantSpec
 from trace_rl.config.stages import SECTIONS, code_digest, method_json, stage_config
+from trace_rl.config.variants import JOIN, split_name
 from trace_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -284,6 +287,7 @@ def stage_run(
         labels = {f"wildcard.{key}": value for key, value in wildcards.items()}
         labels |= {f"digest.{key}": value for key, value in identity["digests"].items()}
         labels |= {"rule": stage, "run": config.run, "mlflow.parentRunId": parent.info.run_id, "mlflow.runName": name}
+        labels |= _filters(wildcards)
         found = _find_or_create(client, experiment_id, identity=identity, name=name, tags=labels)
         run.open(client, run=found)
         run.set_tags({**_environment(), **_quant_tags(config, wildcards), **(tags or {})})
@@ -416,17 +420,29 @@ def _describe(config: ExperimentConfig, *, stage: str, wildcards: Mapping[str, A
 
 
 def _method(config: ExperimentConfig, wildcards: Mapping[str, Any]) -> Any:
-    file = Path(config.suite.methods_dir) / f"{wildcards.get('method')}.yaml"
-    return load_method(file) if file.is_file() else None
+    """The method of a job; None for a job without one, such as the evaluation of the policy before RL."""
+    name = str(wildcards.get("method"))
+    folder = Path(config.suite.methods_dir)
+    return load_method(folder / f"{name}.yaml") if (folder / f"{split_name(name)[0]}.yaml").is_file() else None
+
+
+def _filters(wildcards: Mapping[str, Any]) -> dict[str, Any]:
+    """Tags to filter and group curves by: method (a variant's whole name), the file it varies, what it varies, seed."""
+    tags = {key: wildcards[key] for key in ("method", "seed") if key in wildcards}
+    if "method" in tags:
+        base, changes = split_name(tags["method"])
+        tags |= {"base_method": base, "variant": JOIN.join(changes)}
+    return tags
 
 
 def _quant_tags(config: ExperimentConfig, wildcards: Mapping[str, Any]) -> dict[str, str]:
     method = _method(config, wildcards)
     if not isinstance(method, RlMethod):
         return {}
+    formats = method.formats(config.format)
+    sides = {"rollout": method.rollout, "trainer": method.trainer}
     return {
-        "quant_hash.rollout": QuantSpec(format=config.format, **method.rollout.model_dump()).hash(),
-        "quant_hash.trainer": QuantSpec(format=config.format, **method.trainer.model_dump()).hash(),
+        f"quant_hash.{side}": QuantSpec(format=formats, **scopes.model_dump()).hash() for side, scopes in sides.items()
     }
 
 
