@@ -1,86 +1,60 @@
-"""GRPO loss, importance weights and advantages against float64 references, finite differences and by hand."""
+"""GRPO's loss, importance weights and advantages: values against Python floats, gradients against differences."""
+
+import math
 
 import pytest
 import torch
+from loss_data import differences, gradient, loss_input, micro_batch
 
+from trace_rl.config.loss import GrpoLoss
 from trace_rl.rl.advantages import group_advantages, informative_groups
 from trace_rl.rl.importance import truncated_weights
-from trace_rl.rl.losses.grpo import grpo_loss
+from trace_rl.rl.losses import LossInput, compute
+
+SPEC = GrpoLoss()
 
 
-def reference_loss(logprobs, *, old, rollout, advantages, low, high, cap):
+def reference_loss(fields, *, low, high, cap):
     """Token by token in Python floats."""
     total = 0.0
-    for lp, o, r, a in zip(logprobs.tolist(), old.tolist(), rollout.tolist(), advantages.tolist(), strict=True):
-        ratio = torch.tensor(lp - o, dtype=torch.float64).exp().item()
-        weight = min(torch.tensor(o - r, dtype=torch.float64).exp().item(), cap)
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
+    for lp, old, rollout, a in zip(*(fields[name].tolist() for name in names), strict=True):
+        ratio, weight = math.exp(lp - old), min(math.exp(old - rollout), cap)
         total -= weight * min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
     return total
 
 
+def grpo(logprobs, *, advantages):
+    """The loss of tokens whose old and rollout log-probs are 0."""
+    zero = torch.zeros_like(logprobs)
+    index = torch.arange(len(logprobs))
+    data = LossInput(logprobs, zero, zero, logprobs.exp(), torch.tensor(advantages), trajectory_index=index)
+    return compute(data, SPEC)
+
+
 @pytest.fixture
-def tokens():
-    generator = torch.Generator().manual_seed(0)
-    n = 400
-    old = -torch.rand(n, generator=generator, dtype=torch.float64) * 3
-    return {
-        "logprobs": old + torch.randn(n, generator=generator, dtype=torch.float64) * 0.3,
-        "old": old,
-        "rollout": old + torch.randn(n, generator=generator, dtype=torch.float64),
-        "advantages": torch.randn(n, generator=generator, dtype=torch.float64),
-    }
+def fields():
+    return micro_batch([60, 1, 139, 200], advantages=[1.3, -0.4, -1.0, 0.2], gap=1.0)
 
 
-def loss_of(tokens, logprobs, *, cap=5.0):
-    weights = truncated_weights(tokens["old"], tokens["rollout"], cap=cap).weights
-    return grpo_loss(
-        logprobs,
-        old_logprobs=tokens["old"],
-        weights=weights,
-        advantages=tokens["advantages"],
-        clip_low=0.2,
-        clip_high=0.27,
-    )
+def test_grpo_equals_the_scalar_reference(fields):
+    expected = reference_loss(fields, low=0.2, high=0.27, cap=5.0)
+    assert compute(loss_input(fields), SPEC).total.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_grpo_equals_the_scalar_reference(tokens):
-    expected = reference_loss(
-        tokens["logprobs"],
-        old=tokens["old"],
-        rollout=tokens["rollout"],
-        advantages=tokens["advantages"],
-        low=0.2,
-        high=0.27,
-        cap=5.0,
-    )
-    assert loss_of(tokens, tokens["logprobs"]).total.item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_grpo_gradient_equals_finite_differences(tokens):
-    logprobs = tokens["logprobs"].clone().requires_grad_()
-    loss_of(tokens, logprobs).total.backward()
-    step = 1e-6
+def test_grpo_gradient_equals_finite_differences(fields):
+    function = lambda x: compute(loss_input(fields, logprobs=x), SPEC).total  # noqa: E731
     # Away from the clip's kinks, where a difference quotient means something.
-    ratio = (tokens["logprobs"] - tokens["old"]).exp()
+    ratio = (fields["logprobs"] - fields["old_logprobs"]).exp()
     smooth = ((ratio - 0.8).abs() > 1e-3) & ((ratio - 1.27).abs() > 1e-3)
-    for index in smooth.nonzero()[:60, 0].tolist():
-        up, down = tokens["logprobs"].clone(), tokens["logprobs"].clone()
-        up[index] += step
-        down[index] -= step
-        quotient = (loss_of(tokens, up).total - loss_of(tokens, down).total) / (2 * step)
-        assert logprobs.grad[index].item() == pytest.approx(quotient.item(), abs=1e-6)
+    found, expected = gradient(function, fields["logprobs"]), differences(function, fields["logprobs"])
+    assert torch.allclose(found[smooth], expected[smooth], atol=1e-6)
+    assert smooth.sum() > 350
 
 
 def test_clipping_counts_and_stops_gradients():
     logprobs = torch.tensor([1.0, -1.0, 1.0, -1.0]).requires_grad_()
-    loss = grpo_loss(
-        logprobs,
-        old_logprobs=torch.zeros(4),
-        weights=torch.ones(4),
-        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
-        clip_low=0.2,
-        clip_high=0.27,
-    )
+    loss = grpo(logprobs, advantages=[1.0, 1.0, -1.0, -1.0])
     loss.total.backward()
     # Too far up with A > 0 and too far down with A < 0 are clipped; the other two keep pulling back.
     assert int(loss.clipped) == 2
@@ -97,19 +71,23 @@ def test_weights_truncate_at_the_cap_only_and_carry_no_gradient():
     assert result.ess == pytest.approx(float(raw.sum() ** 2 / (3 * (raw**2).sum())))
 
 
+def test_a_weight_exactly_at_the_cap_is_kept_and_not_counted_as_truncated():
+    old = torch.tensor([2.0, 2.0], dtype=torch.float64).log()
+    above = math.nextafter(2.0, 3.0)
+    at = truncated_weights(old, torch.zeros(2, dtype=torch.float64), cap=float(old.exp()[0]))
+    assert at.weights.tolist() == old.exp().tolist() and at.truncated == 0.0
+    over = truncated_weights(torch.tensor([above, above * 4]).double().log(), torch.zeros(2).double(), cap=2.0)
+    assert over.weights.tolist() == pytest.approx([2.0, 2.0], abs=1e-15) and over.truncated >= 0.5
+
+
 def test_no_cap_means_no_weight():
     assert truncated_weights(torch.zeros(2), torch.tensor([-9.0, 1.0]), cap=None).weights.tolist() == [1.0, 1.0]
 
 
 def test_equal_policies_give_the_plain_policy_gradient():
-    logprobs = torch.tensor([-0.3, -0.7, -1.1]).requires_grad_()
-    advantages = torch.tensor([1.0, -0.5, 2.0])
-    old = logprobs.detach().clone()
-    weights = truncated_weights(old, old, cap=5.0).weights
-    grpo_loss(
-        logprobs, old_logprobs=old, weights=weights, advantages=advantages, clip_low=0.2, clip_high=0.27
-    ).total.backward()
-    assert torch.allclose(logprobs.grad, -advantages)
+    fields = micro_batch([3, 4], advantages=[1.0, -0.5], drift=0.0, gap=0.0)
+    found = gradient(lambda x: compute(loss_input(fields, logprobs=x), SPEC).total, fields["logprobs"])
+    assert torch.allclose(found, -fields["advantages"])
 
 
 def test_advantages_by_hand():

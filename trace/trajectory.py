@@ -35,6 +35,11 @@ class Trajectory:
     """Version of the policy that sampled the response."""
     finish_reason: str
     """``stop`` (eos) or ``length``."""
+    top_ids: Tensor | None = None
+    """int32 [n - prompt_len, K]: the most probable tokens at each response position, most probable first, or None when
+    none were asked for. The sampled token need not be among them. K is the same for every position of a call."""
+    top_logprobs: Tensor | None = None
+    """float32 [n - prompt_len, K]: their rollout log-probabilities."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +56,10 @@ class Trajectory:
         rows = self.num_tokens - 1
         assert self.logprobs.shape == (self.num_tokens - self.prompt_len,), (self.logprobs.shape, self.num_tokens)
         assert self.expert_ids is None or self.expert_ids.shape[0] == rows, (self.expert_ids.shape, rows)
+        assert (self.top_ids is None) == (self.top_logprobs is None)
+        if self.top_ids is not None:
+            assert self.top_ids.shape == self.top_logprobs.shape, (self.top_ids.shape, self.top_logprobs.shape)
+            assert self.top_ids.shape[0] == self.logprobs.numel(), (self.top_ids.shape, self.num_tokens)
         assert self.record is None or (self.record.shape[0] == rows and self.record.dtype == torch.uint8)
 
 

@@ -35,6 +35,10 @@ class PackedBatch:
     """uint8 [B, T, row_bytes] guidance rows, or None."""
     expert_ids: Tensor | None
     """int16 [B, T, moe_layers, k], or None."""
+    top_ids: Tensor | None = None
+    """int64 [N, K]: the rollout's most probable tokens, in the order of ``rollout_logprobs``, or None."""
+    top_logprobs: Tensor | None = None
+    """float32 [N, K]: their log-probs in the engine, or None."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -75,4 +79,6 @@ def pack(trajectories: Sequence[Trajectory], *, pad_id: int) -> PackedBatch:
         trajectory_index=response.nonzero()[:, 0],
         record=record,
         expert_ids=experts,
+        top_ids=None if first.top_ids is None else torch.cat([t.top_ids for t in trajectories]).long(),
+        top_logprobs=None if first.top_logprobs is None else torch.cat([t.top_logprobs for t in trajectories]),
     )

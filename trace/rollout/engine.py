@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from trace_rl.config.guidance import GuidanceSpec
-from trace_rl.config.quant import QuantSpec
+from trace_rl.config.quant import SCOPE_OF, QuantSpec
 from trace_rl.config.rollout import EngineConfig
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
@@ -35,6 +35,8 @@ class Sampling:
     """Seed of the call; each sample has its own, see :func:`sample_seed`."""
     ignore_eos: bool = False
     """Decode exactly ``max_new_tokens`` (benchmarks)."""
+    top_logprobs: int = 0
+    """Return each response position's most probable tokens, this many or the whole vocabulary if that is smaller."""
 
 
 def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
@@ -57,12 +59,18 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, sampling: Sampling, max_m
 
 
 def check_recording(recording: GuidanceSpec, *, quant: QuantSpec) -> None:
-    """Raise UserError when ``recording`` names a tensor that an engine with ``quant`` keeps in BF16."""
-    for tensor, quantized in (("fc1", quant.activations), ("k", quant.kv), ("v", quant.kv)):
-        if tensor in recording.tensors and not quantized:
+    """Raise UserError when ``recording`` names a tensor that an engine with ``quant`` rounds to no codewords."""
+    for tensor in recording.tensors:
+        scope, name = SCOPE_OF[tensor], quant.format_of(tensor)
+        if name is None:
             raise UserError(
                 f"guidance.tensors has {tensor!r}, which this engine keeps in BF16; remove it or switch "
-                f"quant.{'activations' if tensor == 'fc1' else 'kv'} on"
+                f"quant.{scope} on"
+            )
+        if tensor not in quant.recordable():
+            raise UserError(
+                f"guidance.tensors has {tensor!r}, which this engine keeps in {name}, a format without codewords; "
+                f"remove it or choose another format.{scope}"
             )
 
 

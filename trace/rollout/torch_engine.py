@@ -118,9 +118,7 @@ class TorchEngine:
         check_prompts(prompts, sampling=sampling, max_model_len=self.config.max_model_len)
         if recording is not None:
             check_recording(recording, quant=self.quant)
-        layout = (
-            None if recording is None else RecordLayout.build(recording, self.dims, block_size=self.qat.fmt.block_size)
-        )
+        layout = None if recording is None else self.qat.record_layout(recording)
         started = time.perf_counter()
         requests = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
         trajectories: list[Trajectory] = []
@@ -208,6 +206,9 @@ class TorchEngine:
             tokens[row, : prompt_lens[row]] = torch.tensor(list(prompts[p]))
         lengths = prompt_lens.clone()
         logprobs = torch.zeros(batch, sampling.max_new_tokens)
+        top_k = min(sampling.top_logprobs, self.model.config.vocab_size)
+        top_ids = torch.zeros(batch, sampling.max_new_tokens, top_k, dtype=torch.int32)
+        top_logprobs = torch.zeros(batch, sampling.max_new_tokens, top_k)
         finished = torch.zeros(batch, dtype=torch.bool)
         stopped = torch.zeros(batch, dtype=torch.bool)
         eos = torch.tensor(self.eos_ids)
@@ -234,6 +235,9 @@ class TorchEngine:
             live = ~finished
             tokens[live, lengths[live]] = chosen[live]
             logprobs[live, step] = logp.gather(1, chosen[:, None]).squeeze(1)[live]
+            if top_k:
+                top = logp.topk(top_k, dim=1)
+                top_ids[live, step], top_logprobs[live, step] = top.indices[live].to(torch.int32), top.values[live]
             lengths += live
             hit = torch.isin(chosen, eos) & live & (not sampling.ignore_eos)
             stopped |= hit
@@ -246,17 +250,20 @@ class TorchEngine:
         trajectories = []
         for row, (p, s) in enumerate(requests):
             rows = slice(row * span, row * span + int(lengths[row]) - 1)
+            response = slice(int(lengths[row] - prompt_lens[row]))
             trajectories.append(
                 Trajectory(
                     prompt_index=p,
                     sample_index=s,
                     token_ids=tokens[row, : lengths[row]].to(torch.int32),
                     prompt_len=int(prompt_lens[row]),
-                    logprobs=logprobs[row, : lengths[row] - prompt_lens[row]].clone(),
+                    logprobs=logprobs[row, response].clone(),
                     expert_ids=None if recorder.expert_ids is None else recorder.expert_ids[rows].clone(),
                     record=None if recorder.record is None else recorder.record[rows].clone(),
                     policy_version=self.policy_version,
                     finish_reason="stop" if stopped[row] else "length",
+                    top_ids=top_ids[row, response].clone() if top_k else None,
+                    top_logprobs=top_logprobs[row, response].clone() if top_k else None,
                 )
             )
             if self.capture:

@@ -36,7 +36,7 @@ from trace_rl.rollout.vllm_plugin import LOAD_FORMAT, QUANTIZATION, SUPPORTED_VE
 from trace_rl.trajectory import RolloutBatch, Trajectory
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput
+    from vllm import CompletionOutput, LLMEngine, RequestOutput
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: tensors pass by reference
@@ -126,6 +126,7 @@ class VllmEngine:
             async_scheduling=False,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
+            max_logprobs=-1,  # any number of top log-probs up to the vocabulary
             max_model_len=self.config.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -236,7 +237,7 @@ class VllmEngine:
             return
         if recording is not None:
             check_recording(recording, quant=self.quant)
-        block_size = formats.get(self.quant.format).block_size
+        block_size = formats.block_sizes(self.quant.format)
         layout = None if recording is None else RecordLayout.build(recording, self.dims, block_size=block_size)
         self._reset_prefix_cache()
         self._engine.collective_rpc("trace_record", args=(layout, record_experts))
@@ -255,7 +256,7 @@ class VllmEngine:
             seed=seed if sampling.temperature > 0 else None,
             stop_token_ids=None if sampling.ignore_eos else self._eos_ids,
             ignore_eos=sampling.ignore_eos,
-            logprobs=0,
+            logprobs=min(sampling.top_logprobs, self._engine.model_config.get_vocab_size()),
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -297,16 +298,19 @@ class VllmEngine:
     ) -> Trajectory:
         completion = output.outputs[0]
         prompt = output.prompt_token_ids
+        sampled, top_ids, top_logprobs = _sample_logprobs(completion)
         trajectory = Trajectory(
             prompt_index=prompt_index,
             sample_index=sample_index,
             token_ids=torch.tensor([*prompt, *completion.token_ids], dtype=torch.int32),
             prompt_len=len(prompt),
-            logprobs=torch.tensor(completion.logprobs.logprobs, dtype=torch.float32),
+            logprobs=sampled,
             expert_ids=rows.get("experts"),
             record=rows.get("record"),
             policy_version=self._policy_version,
             finish_reason=completion.finish_reason,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
         )
         trajectory.check()
         return trajectory
@@ -329,11 +333,11 @@ def _quantization_config(hf_config: dict[str, Any], *, quant: QuantSpec, scales:
     if stored and stored.get("quant_method") != QUANTIZATION:
         raise UserError(f"the checkpoint is quantized with {stored.get('quant_method')!r}; only {QUANTIZATION} is read")
     if packed:
-        packed_quant = QuantSpec(**stored["quant"])
-        if not quant.weights or quant.format != packed_quant.format:
+        held, asked = QuantSpec(**stored["quant"]).format_of("weights"), quant.format_of("weights")
+        if asked != held:
             raise UserError(
-                f"the checkpoint holds {packed_quant.format} expert weights, the engine was asked for "
-                f"{quant.format if quant.weights else 'BF16'} ones; use a BF16 checkpoint"
+                f"the checkpoint holds {held} expert weights, the engine was asked for {asked or 'BF16'} ones; use a "
+                "BF16 checkpoint"
             )
     return {
         "quant_method": QUANTIZATION,
@@ -365,6 +369,20 @@ def _isolated() -> Iterator[None]:
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)
+
+
+def _sample_logprobs(completion: "CompletionOutput") -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """float32 [n] of the sampled tokens, and the top tokens' int32 ids and float32 log-probs [n, K], None for K = 0.
+
+    vLLM lists at each position the sampled token, then the K most probable ones, the sampled one perhaps again.
+    """
+    flat = completion.logprobs
+    logprobs = torch.tensor(flat.logprobs, dtype=torch.float32).view(len(completion.token_ids), -1)
+    sampled = logprobs[:, 0].clone()
+    if logprobs.shape[1] == 1:
+        return sampled, None, None
+    ids = torch.tensor(flat.token_ids, dtype=torch.int32).view(logprobs.shape)
+    return sampled, ids[:, 1:].clone(), logprobs[:, 1:].clone()
 
 
 def _prompt_logprobs(output: "RequestOutput") -> Tensor:

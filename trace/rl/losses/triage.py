@@ -64,7 +64,8 @@ def segment_gates(data: LossInput, spec: TriageLoss) -> Tensor:
     delta = data.old_logprobs.detach() - data.rollout_logprobs
     segment = windows(data.trajectory_index, size=spec.segment)
     mean = group_means(delta, segment)
-    base = torch.where(mean < spec.severe, spec.severe_weight, torch.where(mean < spec.mild, spec.mild_weight, 1.0))
+    base = torch.where(mean < spec.mild, spec.mild_weight, mean.new_ones(mean.shape))
+    base = torch.where(mean < spec.severe, spec.severe_weight, base)
     tail_tokens = group_sums((delta < spec.tail).to(delta.dtype), segment)
     tail = 1.0 - spec.tail_drop * (tail_tokens / spec.tail_count).clamp(max=1.0)
     gated = (group_means(data.advantages, segment) < 0)[segment] & (delta < 0)
