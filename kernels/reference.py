@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trace_rl.errors import UserError
-from trace_rl.formats import Format, QuantizedTensor, check_finite, pack_codes, unpack_codes
+from trace_rl.formats import Format, QuantizedTensor, check_finite, pack_codes, unpack_codes, with_codewords
 from trace_rl.formats.quantized import EncodeScale
 from trace_rl.guidance.align import UNGATED, align
 from trace_rl.guidance.bits import pack_bits, packed_bytes
@@ -120,7 +120,9 @@ def quantize_record(
     """Quantize x [T, C] once: xhat and/or packed codes and scales as asked, and the guidance written to `target`."""
     if check:
         check_finite(x, "x")
-    codes, block_scale, xhat = fmt.quantize_codes(x, encode_scale)
+    if target is None and not want_codes:
+        return Quantized(fmt.fake_quant(x, encode_scale).to(x.dtype) if want_xhat else None, None, None)
+    codes, block_scale, xhat = with_codewords(fmt).quantize_codes(x, encode_scale)
     if target is not None:
         row = torch.cat((pack_bits(codes, target.bits), pack_scales(block_scale, target.scale_bits)), dim=1)
         target.buffer[:, target.start : target.start + row.shape[1]].index_copy_(0, target.slots, row)

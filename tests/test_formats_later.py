@@ -53,7 +53,7 @@ def test_hif4_stored_form_decodes_to_the_same_and_costs_four_and_a_half_bits():
     assert torch.equal(stored.dequantize().view(torch.int32), fmt.fake_quant(x).view(torch.int32))
     assert 8 * (stored.codes.numel() + stored.block_scale.numel()) / x.numel() == 4.5
     assert torch.equal(stored.dequantize()[2], torch.zeros(192))
-    assert torch.equal(fmt.block_scales(x), stored.block_scale)
+    assert not fmt.nan_scales(stored.block_scale).any()
     assert fmt.fake_quant(torch.tensor([[7.0] + [0.0] * 63]))[0, 0] == 7.0
 
 

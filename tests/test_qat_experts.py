@@ -228,7 +228,7 @@ def test_unknown_families_missing_scales_and_bad_dimensions_are_named():
     with pytest.raises(UserError, match="no_such_moe"):
         family_of(model.config)
     narrow = OlmoeForCausalLM(OlmoeConfig(**{**COMMON, "hidden_size": 72}, num_experts=4, intermediate_size=32))
-    with pytest.raises(UserError, match="72, not a multiple"):
+    with pytest.raises(UserError, match="72 is not a multiple"):
         attach(narrow, quant=QuantSpec(kv=False), scales=scales())
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from trace_rl.config.base import Section
+from trace_rl.config.quant import QuantSpec
 
 LayerSet = Literal["all", "deeper_half", "first_half", "last_quarter", "last_eighth"]
 GuidedTensor = Literal["fc1", "k", "v"]
@@ -46,3 +47,9 @@ class GuidanceSpec(Section):
 
 
 FULL = GuidanceSpec(bits=4, layers="all")
+
+
+def full_recording(quant: QuantSpec) -> GuidanceSpec | None:
+    """Whole codes of all layers, of the tensors that ``quant`` rounds to codewords; None where there is none."""
+    tensors = quant.recordable()
+    return FULL.model_copy(update={"tensors": tensors}) if tensors else None

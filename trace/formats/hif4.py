@@ -14,8 +14,7 @@ exact zeros; 0xFE is the largest base (0xFF is NaN). Emulated only: no engine ex
 import torch
 from torch import Tensor
 
-from trace_rl.errors import UserError
-from trace_rl.formats.quantized import EncodeScale, Format, block_amax
+from trace_rl.formats.quantized import EncodeScale, PackedFormat, block_amax
 
 BIAS = 48
 LARGEST_BASE = 0xFE
@@ -26,14 +25,12 @@ _MANTISSA_BITS = 2
 _SHIFT = 23 - _MANTISSA_BITS
 
 
-class HiF4(Format):
+class HiF4(PackedFormat):
     """See the module's docstring."""
 
     name = "hif4"
     block_size = 64
-
-    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
-        return self.quantize_codes(x, encode_scale)[1]
+    scale_bytes = SCALE_BYTES
 
     def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """base * 2^(e8 + e16), float32 [..., cols/4]: one per four values, unlike the other formats."""
@@ -47,6 +44,9 @@ class HiF4(Format):
         quarters = (codes & 7).float().mul_(0.25)
         value = torch.where(codes >= 8, -quarters, quarters).add_(0.0)  # -0 becomes +0
         return (value.unflatten(-1, (-1, 4)) * self.scale_values(block_scale).unsqueeze(-1)).view(codes.shape)
+
+    def nan_scales(self, block_scale: Tensor) -> Tensor:
+        return block_scale.unflatten(-1, (-1, SCALE_BYTES))[..., 0] > LARGEST_BASE
 
     def _fake_quant(self, x: Tensor, encode_scale: EncodeScale) -> Tensor:
         return self._quantize_codes(x, encode_scale)[2]
@@ -69,9 +69,6 @@ class HiF4(Format):
         scales = torch.stack([base_code, _bits(e8), _bits(e16[..., :8]), _bits(e16[..., 8:])], dim=-1).flatten(-2)
         xhat = torch.where(negative, -whole, whole).mul_(0.25).mul_(step.unsqueeze(-1)).view(x.shape)
         return codes, scales, xhat
-
-    def _blocks(self, blocks: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
-        raise UserError("hif4 has no E2M1 codewords: guided rounding needs nvfp4, mxfp4 or fouroversix")
 
 
 def _base_codes(ideal: Tensor) -> Tensor:

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
-from trace_rl.formats.quantized import EncodeScale, Format, block_amax
+from trace_rl.formats.quantized import CodewordFormat, EncodeScale, block_amax
 
 RULES = ("rceil", "floor", "even")
 
+E8M0_NAN = 0xFF
 _MANTISSA = 0x7FFFFF
 _MIN_STEP_BITS = 0x00400000  # 2^-127, a subnormal float32
 
 
-class MXFP4(Format):
+class MXFP4(CodewordFormat):
     """See the module's docstring. `rule`: rceil | floor | even."""
 
     name = "mxfp4"
@@ -42,13 +43,16 @@ class MXFP4(Format):
 
     def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """2^(byte - 127), float32."""
-        return _power(block_scale.to(torch.int32))
+        return power_of_two(block_scale.to(torch.int32))
+
+    def nan_scales(self, block_scale: Tensor) -> Tensor:
+        return block_scale == E8M0_NAN
 
     def _blocks(self, blocks: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
         byte = self._scale_bytes(block_amax(blocks))
-        inverse = _power(254 - byte)  # 2^(127 - byte), exact
+        inverse = power_of_two(254 - byte)  # 2^(127 - byte), exact
         q = e2m1.round_(blocks * inverse.unsqueeze(-1))
-        return q, byte.to(torch.uint8), _power(byte)
+        return q, byte.to(torch.uint8), power_of_two(byte)
 
     def _scale_bytes(self, amax: Tensor) -> Tensor:
         """int32 biased exponents."""
@@ -62,5 +66,6 @@ class MXFP4(Format):
         return exponent.clamp_(0, 254)
 
 
-def _power(byte: Tensor) -> Tensor:
+def power_of_two(byte: Tensor) -> Tensor:
+    """2^(byte - 127) of int32 E8M0 bytes 0..254, float32."""
     return (byte << 23).clamp_min_(_MIN_STEP_BITS).view(torch.float32)

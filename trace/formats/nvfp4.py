@@ -24,17 +24,18 @@ from torch import Tensor
 
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
-from trace_rl.formats.quantized import EncodeScale, Format, block_amax
+from trace_rl.formats.quantized import CodewordFormat, EncodeScale, block_amax
 
 E4M3_MAX = 448.0
 ONE_SIXTH = c_float(1.0 / 6.0).value
 # Beyond this the FP32 reciprocals overflow; only reached by tensors whose largest magnitude is below 2e-30.
 MAX_ENCODE_SCALE = 2.0**110
 
+_E4M3_NAN = 0x7F
 _E4M3_VALUES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-class NVFP4(Format):
+class NVFP4(CodewordFormat):
     """See the module's docstring. `scale_max` is 448; 4over6 uses 256 (module fouroversix)."""
 
     name = "nvfp4"
@@ -57,6 +58,9 @@ class NVFP4(Format):
         """sigma * (1/G), float32 [..., n]."""
         _, inverse = split_encode_scale(1.0 if encode_scale is None else encode_scale)
         return e4m3_values(block_scale).mul_(inverse)
+
+    def nan_scales(self, block_scale: Tensor) -> Tensor:
+        return (block_scale & 0x7F) == _E4M3_NAN
 
     def _blocks(self, blocks: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
         scale, inverse = split_encode_scale(encode_scale)

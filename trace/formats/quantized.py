@@ -1,9 +1,13 @@
 """What every format produces, and what every format can do.
 
-``QuantizedTensor`` is the stored form (packed codes, block scales, global scale); ``Format`` is the interface that
-trainer, rollout, calibration, export and evaluation share. A new block format implements three small methods
-(`block_scales`, `scale_values`, `_blocks`) and inherits the rest, so that `fake_quant` and
-``quantize().dequantize()`` are equal bit for bit by construction.
+``QuantizedTensor`` is the stored form (packed codes, block scales, global scale). A format is as much as it can be:
+
+    Format           fake_quant: rounds values                                               + mxfp8
+    PackedFormat     has a 4-bit stored form, which an export writes                         + hif4
+    CodewordFormat   its values are E2M1 codewords times a step, so it records and guides    + nvfp4, mxfp4, ...
+
+A new E2M1 block format implements three small methods (`block_scales`, `scale_values`, `_blocks`) and inherits the
+rest, so that `fake_quant` and ``quantize().dequantize()`` are equal bit for bit by construction.
 
 Shapes: x is [..., cols]; cols is the reduction dimension and a multiple of `block_size`; block scales are
 [..., cols/block_size]. An encode scale is a number, a 0-d tensor, or a tensor that broadcasts to x.shape[:-1]
@@ -45,7 +49,7 @@ class QuantizedTensor:
     E4M3 or E8M0 numbers. encode_scale: float32, 0-d or [rows].
     """
 
-    format: "Format"
+    format: "PackedFormat"
     codes: Tensor
     block_scale: Tensor
     encode_scale: Tensor
@@ -61,24 +65,14 @@ class QuantizedTensor:
 
 
 class Format(ABC):
-    """A 4-bit block format. Instances hold only their options and are free to share."""
+    """A number format in blocks along the last dimension. Instances hold only their options and are free to share."""
 
     name: str
     block_size: int
-    largest_scale: int
-    """The largest block scale byte that is a number."""
 
     @abstractmethod
-    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
-        """uint8 block scales [..., cols/block] that round-to-nearest quantization of x uses."""
-
-    @abstractmethod
-    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
-        """float32 value of one step unit per block: what a codeword value is multiplied with."""
-
-    @abstractmethod
-    def _blocks(self, blocks: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., n, block] -> (codeword values q [..., n, block], uint8 scales [..., n], step [..., n])."""
+    def _fake_quant(self, x: Tensor, encode_scale: EncodeScale) -> Tensor:
+        """float32 xhat of a checked, contiguous x."""
 
     def encode_scale(self, amax: Tensor) -> Tensor:
         """Global scale of a tensor (or of each slice) with this largest magnitude; 1 for formats without one."""
@@ -94,14 +88,50 @@ class Format(ABC):
             out.view(-1, x.shape[-1])[rows] = self._fake_quant(piece, scale)
         return out
 
+    def check_columns(self, x: Tensor, *, name: str = "x") -> None:
+        """UserError unless x is bfloat16 or float32 and its columns divide into blocks."""
+        if x.shape[-1] % self.block_size:
+            raise UserError(
+                f"tensor {name!r} of shape {tuple(x.shape)}: the last dimension must be a multiple of "
+                f"{self.block_size} for {self.name}; choose a format with a smaller block or pad the model dimension"
+            )
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise UserError(f"tensor {name!r} is {x.dtype}; {self.name} quantizes bfloat16 or float32: cast it first")
+
+    def _prepare(self, x: Tensor, encode_scale: EncodeScale | None, *, name: str = "x") -> tuple[Tensor, EncodeScale]:
+        self.check_columns(x, name=name)
+        x = x.detach()
+        if encode_scale is None:
+            encode_scale = self.encode_scale(x.abs().amax().float() if x.numel() else torch.zeros(()))
+        return (x if x.is_contiguous() else x.contiguous()), encode_scale
+
+
+class PackedFormat(Format):
+    """A format with a stored form of 4 bits per value and scale bytes: what an export writes."""
+
+    scale_bytes = 1
+    """Scale bytes of one block."""
+
+    @abstractmethod
+    def _quantize_codes(self, x: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
+        """As `quantize_codes`, of a checked, contiguous x."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
+        """float32 xhat [..., cols] of unpacked codes and block scales."""
+
+    @abstractmethod
+    def nan_scales(self, block_scale: Tensor) -> Tensor:
+        """bool: which scale bytes stand for NaN."""
+
     def quantize_codes(self, x: Tensor, encode_scale: EncodeScale | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(unpacked uint8 codes [..., cols], uint8 block scales, float32 xhat) in one pass, for recorders."""
         x, encode_scale = self._prepare(x, encode_scale)
         if x.numel() <= 2 * CHUNK_VALUES:
             return self._quantize_codes(x, encode_scale)
-        blocks = x.shape[-1] // self.block_size
+        scales = x.shape[-1] // self.block_size * self.scale_bytes
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        block_scale = torch.empty((*x.shape[:-1], blocks), dtype=torch.uint8, device=x.device)
+        block_scale = torch.empty((*x.shape[:-1], scales), dtype=torch.uint8, device=x.device)
         xhat = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         for rows, piece, scale in row_pieces(x, encode_scale):
             parts = self._quantize_codes(piece, scale)
@@ -122,6 +152,25 @@ class Format(ABC):
         stored = torch.as_tensor(encode_scale, dtype=torch.float32, device=x.device)
         return QuantizedTensor(format=self, codes=e2m1.pack_codes(codes), block_scale=scale, encode_scale=stored)
 
+
+class CodewordFormat(PackedFormat):
+    """A format whose values are E2M1 codewords times one step per block: what is recorded, and what guides."""
+
+    largest_scale: int
+    """The largest block scale byte that is a number."""
+
+    @abstractmethod
+    def block_scales(self, x: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
+        """uint8 block scales [..., cols/block] that round-to-nearest quantization of x uses."""
+
+    @abstractmethod
+    def scale_values(self, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
+        """float32 value of one step unit per block: what a codeword value is multiplied with."""
+
+    @abstractmethod
+    def _blocks(self, blocks: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., n, block] -> (codeword values q [..., n, block], uint8 scales [..., n], step [..., n])."""
+
     def decode(self, codes: Tensor, block_scale: Tensor, encode_scale: EncodeScale | None = None) -> Tensor:
         """float32 xhat [..., cols] of unpacked codes and block scales."""
         q = e2m1.values(codes).unflatten(-1, (-1, self.block_size))
@@ -136,22 +185,12 @@ class Format(ABC):
         codes = e2m1.codes(q).view(x.shape)
         return codes, scale, q.mul_(step.unsqueeze(-1)).view(x.shape)
 
-    def check_columns(self, x: Tensor, *, name: str = "x") -> None:
-        """UserError unless x is bfloat16 or float32 and its columns divide into blocks."""
-        if x.shape[-1] % self.block_size:
-            raise UserError(
-                f"tensor {name!r} of shape {tuple(x.shape)}: the last dimension must be a multiple of "
-                f"{self.block_size} for {self.name}; choose a format with a smaller block or pad the model dimension"
-            )
-        if x.dtype not in (torch.bfloat16, torch.float32):
-            raise UserError(f"tensor {name!r} is {x.dtype}; {self.name} quantizes bfloat16 or float32: cast it first")
 
-    def _prepare(self, x: Tensor, encode_scale: EncodeScale | None, *, name: str = "x") -> tuple[Tensor, EncodeScale]:
-        self.check_columns(x, name=name)
-        x = x.detach()
-        if encode_scale is None:
-            encode_scale = self.encode_scale(x.abs().amax().float() if x.numel() else torch.zeros(()))
-        return (x if x.is_contiguous() else x.contiguous()), encode_scale
+def with_codewords(fmt: Format) -> CodewordFormat:
+    """The format itself; UserError if it has no E2M1 codewords to record or to follow."""
+    if not isinstance(fmt, CodewordFormat):
+        raise UserError(f"{fmt.name} has no E2M1 codewords: guidance needs nvfp4, mxfp4 or fouroversix")
+    return fmt
 
 
 def block_amax(blocks: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Every figure comes from the record layout that the engines really write, so the table cannot drift from the code.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ class PlanRow:
         return f"{self.value:.3f} {self.unit}" if self.value >= 1 else f"{self.value:.2f} {self.unit}"
 
 
-def bytes_per_token(spec: GuidanceSpec, dims: ModelDims, *, block_size: int = 16) -> int:
+def bytes_per_token(spec: GuidanceSpec, dims: ModelDims, *, block_size: int | Mapping[str, int] = 16) -> int:
     """Length of a token's record."""
     return RecordLayout.build(spec, dims, block_size=block_size).row_bytes
 
@@ -51,7 +52,7 @@ def plan(
     sequences: int = SEQUENCES_PER_STEP,
     tokens: int = TOKENS_PER_SEQUENCE,
     link_bytes_per_s: float = LINK_BYTES_PER_S,
-    block_size: int = 16,
+    block_size: int | Mapping[str, int] = 16,
 ) -> list[PlanRow]:
     """The byte table of a model: config is a config.json dict (or config object), spec the compact guidance."""
     dims = ModelDims.from_config(config)
@@ -76,9 +77,12 @@ def plan(
     return rows
 
 
-def _per_token(name: str, spec: GuidanceSpec, dims: ModelDims, tensors: tuple[str, ...], block_size: int) -> PlanRow:
+def _per_token(
+    name: str, spec: GuidanceSpec, dims: ModelDims, tensors: tuple[str, ...], block_size: int | Mapping[str, int]
+) -> PlanRow:
     layout = RecordLayout.build(spec.model_copy(update={"tensors": tensors}), dims, block_size=block_size)
     layers = len({field.layer for field in layout.fields})
     values = sum(field.cols for field in layout.fields) // max(1, layers)
-    formula = f"{layers}*{values}*({spec.bits} + {spec.scale_bits}/{layout.block_size})/8"
+    block = layout.fields[0].block_size if layout.fields else 1
+    formula = f"{layers}*{values}*({spec.bits} + {spec.scale_bits}/{block})/8"
     return PlanRow(name, formula, layout.row_bytes / _KIB, "KiB", layout.row_bytes)

@@ -29,7 +29,7 @@ from torch import Tensor
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1
 from trace_rl.formats.nvfp4 import NVFP4, reciprocal
-from trace_rl.formats.quantized import CHUNK_VALUES, EncodeScale, Format, row_pieces
+from trace_rl.formats.quantized import CHUNK_VALUES, CodewordFormat, EncodeScale, Format, row_pieces, with_codewords
 from trace_rl.guidance.bits import unpack_bits
 
 FULL_BITS = 4
@@ -57,7 +57,7 @@ def align(
     whole code, for which `rollout_codes` may be given instead. encode_scale: G, as the rollout used it. fmt: default
     NVFP4.
     """
-    fmt = fmt or _NVFP4
+    fmt = with_codewords(fmt or _NVFP4)
     guidance = _checked(x, block_scale, guidance, bits, rollout_codes, gate=gate, fmt=fmt)
     if x.numel() <= 2 * CHUNK_VALUES:
         return _follow(x, block_scale, guidance, bits, encode_scale, gate=gate, fmt=fmt, as_codes=False)
@@ -82,7 +82,7 @@ def align_codes(
     fmt: Format | None = None,
 ) -> Tensor:
     """The codes `align` rounds to, unpacked uint8 [..., cols]."""
-    fmt = fmt or _NVFP4
+    fmt = with_codewords(fmt or _NVFP4)
     guidance = _checked(x, block_scale, guidance, bits, rollout_codes, gate=gate, fmt=fmt)
     return _follow(x, block_scale, guidance, bits, encode_scale, gate=gate, fmt=fmt, as_codes=True)
 
@@ -95,7 +95,7 @@ def _follow(
     encode_scale: EncodeScale,
     *,
     gate: float,
-    fmt: Format,
+    fmt: CodewordFormat,
     as_codes: bool,
 ) -> Tensor:
     step = fmt.scale_values(block_scale.view(torch.uint8), encode_scale)
@@ -138,7 +138,7 @@ def _checked(
     rollout_codes: Tensor | None,
     *,
     gate: float,
-    fmt: Format,
+    fmt: CodewordFormat,
 ) -> Tensor:
     """The guidance, unpacked and contiguous, once everything is known to belong together."""
     check_guidance(x, block_scale, bits, gate=gate, fmt=fmt)

@@ -78,6 +78,8 @@ class Field:
     start: int
     middle: int
     stop: int
+    block_size: int
+    """Values per block scale: the format's."""
 
     @property
     def payload(self) -> slice:
@@ -96,32 +98,33 @@ class RecordLayout:
 
     spec: GuidanceSpec
     dims: ModelDims
-    block_size: int
     fields: tuple[Field, ...]
     row_bytes: int
     _index: dict[tuple[int, str], Field] = dataclass_field(repr=False, compare=False)
 
     @classmethod
-    def build(cls, spec: GuidanceSpec, dims: ModelDims, *, block_size: int = 16) -> "RecordLayout":
-        """Layout for this guidance on this model; block_size is the format's (16 for NVFP4)."""
+    def build(cls, spec: GuidanceSpec, dims: ModelDims, *, block_size: int | Mapping[str, int] = 16) -> "RecordLayout":
+        """Layout for this guidance on this model; block_size is the format's (16 for NVFP4), or each tensor's
+        (`trace_rl.formats.block_sizes`)."""
+        sizes = dict.fromkeys(TENSORS, block_size) if isinstance(block_size, int) else block_size
         guided = spec.layer_ids(dims.num_layers)
         fields, offset = [], 0
         for layer in guided:
             for tensor in TENSORS:
                 if tensor not in spec.tensors or layer not in dims.layers_with(tensor):
                     continue
-                cols = dims.columns(tensor)
-                if cols % block_size or (tensor != "fc1" and dims.head_dim % block_size):
+                cols, block = dims.columns(tensor), sizes[tensor]
+                if cols % block or (tensor != "fc1" and dims.head_dim % block):
                     raise UserError(
                         f"layer {layer}, {tensor}: {cols} columns (head_dim {dims.head_dim}) do not divide into blocks "
-                        f"of {block_size}; use a format with smaller blocks, or drop {tensor!r} from guidance.tensors"
+                        f"of {block}; use a format with smaller blocks, or drop {tensor!r} from guidance.tensors"
                     )
                 middle = offset + packed_bytes(cols, spec.bits)
-                stop = middle + packed_scale_bytes(cols // block_size, spec.scale_bits)
-                fields.append(Field(layer, tensor, cols, offset, middle, stop))
+                stop = middle + packed_scale_bytes(cols // block, spec.scale_bits)
+                fields.append(Field(layer, tensor, cols, offset, middle, stop, block))
                 offset = stop
         index = {(field.layer, field.tensor): field for field in fields}
-        return cls(spec, dims, block_size, tuple(fields), offset, index)
+        return cls(spec, dims, tuple(fields), offset, index)
 
     def field(self, layer: int, tensor: str) -> Field | None:
         """The field of a tensor, None if it is not guided."""

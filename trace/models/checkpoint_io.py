@@ -24,12 +24,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from trace_rl import formats
-from trace_rl.config.quant import QuantSpec
+from trace_rl.config.quant import SCOPES, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.models.families import family_of
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
+SMALLER_BLOCKS = ("mxfp4", "nvfp4")
+"""What is offered, in this order, where a format's block does not divide a dimension."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -130,14 +132,19 @@ def fp4_dimensions(config: Any) -> dict[str, int]:
 
 def check_blocks(dims: dict[str, int], *, quant: QuantSpec, where: str) -> None:
     """Every dimension in an FP4 scope must hold whole blocks: a ragged block would need its own scale layout."""
-    block_size = formats.get(quant.format).block_size
-    for name, size in dims.items():
-        in_scope = quant.kv if name == "head_dim" else quant.weights or quant.activations
-        if in_scope and size % block_size:
-            raise UserError(
-                f"{where}: {name} {size} is not a multiple of the FP4 block size {block_size} of {quant.format}; "
-                "choose another checkpoint or a format with smaller blocks"
-            )
+    for scope in SCOPES:
+        name = quant.format_of(scope)
+        if name is None:
+            continue
+        block = formats.get(name).block_size
+        for dim in ("head_dim",) if scope == "kv" else ("hidden_size", "expert_width"):
+            if dims[dim] % block:
+                smaller = [other for other in SMALLER_BLOCKS if dims[dim] % formats.get(other).block_size == 0]
+                remedy = f"set format.{scope}: {smaller[0]}" if smaller else f"leave {scope} in BF16"
+                raise UserError(
+                    f"{where}: {dim} {dims[dim]} is not a multiple of the FP4 block size {block} of {name}, the format "
+                    f"of {scope}; {remedy}, or choose another checkpoint"
+                )
 
 
 def check_tokenizer(directory: Path, *, vocab_size: int) -> tuple[int, int]:

@@ -31,12 +31,14 @@ def is_expert_weight(name: str) -> bool:
 
 def expected_format(name: str, *, quant: QuantSpec) -> str:
     """The format that ``quant`` prescribes for a parameter, an expert input or a KV tensor."""
-    quantized = (
-        (quant.weights and is_expert_weight(name))
-        or (quant.activations and _EXPERT_INPUT.search(name) is not None)
-        or (quant.kv and _CACHE.search(name) is not None)
-    )
-    return quant.format if quantized else BF16_NAME
+    scope = None
+    if is_expert_weight(name):
+        scope = "weights"
+    elif _EXPERT_INPUT.search(name):
+        scope = "activations"
+    elif _CACHE.search(name):
+        scope = "kv"
+    return BF16_NAME if scope is None else quant.format_of(scope) or BF16_NAME
 
 
 def expected_scopes(names: Iterable[str], *, quant: QuantSpec) -> dict[str, str]:

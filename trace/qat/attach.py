@@ -23,8 +23,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trace_rl import formats
-from trace_rl.config.quant import QuantSpec
+from trace_rl.config.guidance import GuidanceSpec
+from trace_rl.config.quant import SCOPE_OF, QuantSpec
 from trace_rl.errors import UserError
+from trace_rl.formats.quantized import CodewordFormat, with_codewords
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.align import align_codes
 from trace_rl.guidance.bits import unpack_bits
@@ -33,10 +35,11 @@ from trace_rl.guidance.scales import recover_scales
 from trace_rl.kernels import dispatch as kernels
 from trace_rl.kernels import experts as fused
 from trace_rl.kernels.experts import ExpertMatrices
+from trace_rl.models.checkpoint_io import check_blocks
 from trace_rl.models.families import decoder_layers, family_of, moe_layers
 from trace_rl.qat.attention import trace_attention, trace_mask
 from trace_rl.qat.collector import Collector
-from trace_rl.qat.context import SCOPE_OF, ForwardState, Mode, Recorder
+from trace_rl.qat.context import ForwardState, Mode, Recorder
 from trace_rl.qat.experts import trace_experts
 from trace_rl.qat.norms import replace_norms
 from trace_rl.qat.routing_replay import check_expert_ids, router_hook
@@ -55,7 +58,9 @@ class Qat:
         self.dims = ModelDims.from_config(model.config)
         self.family = family_of(model.config)
         self.renormalizes = self.family.renormalizes(model.config)
-        self.fmt = formats.get(quant.format)
+        self.weight_format = formats.get(quant.format.weights)
+        self.formats = {tensor: formats.get(quant.format.of(tensor)) for tensor in SCOPE_OF}
+        """Formats of fc1, fc2, k and v; K and V may have another than the expert inputs."""
         self.replayed_fraction = 1.0
         """Replayed (valid position, MoE layer) pairs of the last forward with expert ids; must be 1.0."""
         self.seconds = {"activations": 0.0, "weights": 0.0}
@@ -120,6 +125,10 @@ class Qat:
             raise UserError("this model has FP4 training attached; call it inside `with qat.forward(mode=...)`")
         return self._state
 
+    def record_layout(self, spec: GuidanceSpec) -> RecordLayout:
+        """How an engine with this model's formats records ``spec``."""
+        return RecordLayout.build(spec, self.dims, block_size=formats.block_sizes(self.quant.format))
+
     def encode_scale(self, *, layer: int, tensor: str) -> float:
         """The static encode scale of ``fc1``, ``fc2``, ``k`` or ``v`` in a layer."""
         return self.scales.get(tensor, layer)
@@ -180,7 +189,7 @@ class Qat:
 
     def fake_quant_weight(self, weight_ERC: Tensor) -> Tensor:
         """Expert matrices rounded to the format, one encode scale per expert, in the weight's dtype."""
-        return kernels.fake_quant_experts(weight_ERC, fmt=self.fmt, check=False)
+        return kernels.fake_quant_experts(weight_ERC, fmt=self.weight_format, check=False)
 
     def invalidate_weights(self) -> None:
         """Forget cached weight quantization; needed after writing parameters through ``.data``."""
@@ -189,14 +198,16 @@ class Qat:
 
     def _nearest(self, x: Tensor, *, state: ForwardState, layer: int, tensor: str, scale: float) -> Tensor:
         counts = state.collector is not None and state.collector.wants(layer=layer, tensor=tensor)
-        if state.recorder is None and not counts:
-            return kernels.fake_quant(x, scale, fmt=self.fmt, check=False)
-        codes, block_scale, xhat = self.fmt.quantize_codes(x, scale)
-        if state.recorder is not None:
+        fmt = self.formats[tensor]
+        records = state.recorder is not None and isinstance(fmt, CodewordFormat)
+        if not records and not counts:
+            return kernels.fake_quant(x, scale, fmt=fmt, check=False)
+        codes, block_scale, xhat = with_codewords(fmt).quantize_codes(x, scale)
+        if records:
             state.recorder.on_codes(layer, tensor, codes, block_scale)
         if counts:
             state.collector.on_codes(
-                fmt=self.fmt,
+                fmt=fmt,
                 layer=layer,
                 tensor=tensor,
                 x=x,
@@ -209,22 +220,21 @@ class Qat:
 
     def _guided(self, x: Tensor, *, state: ForwardState, layer: int, tensor: str, scale: float) -> Tensor:
         spec = state.layout.spec
+        fmt = with_codewords(self.formats[tensor])
         counts = state.collector is not None and state.collector.wants(layer=layer, tensor=tensor)
         planes, block_scale = state.layout.packed(state.rows, layer, tensor)
         if spec.scale_bits != 8:
-            own_scale = self.fmt.block_scales(x, scale)
-            block_scale, detected = recover_scales(
-                block_scale, spec.scale_bits, own_scale, largest=self.fmt.largest_scale
-            )
+            own_scale = fmt.block_scales(x, scale)
+            block_scale, detected = recover_scales(block_scale, spec.scale_bits, own_scale, largest=fmt.largest_scale)
             if state.collector is not None:
                 state.collector.on_scale_recovery(
                     layer=layer, tensor=tensor, recovered=block_scale, valid=state.valid, detected=detected
                 )
         if counts:
             guide = unpack_bits(planes, spec.bits, x.shape[-1])
-            codes = align_codes(x, block_scale, guide, spec.bits, scale, gate=spec.gate, fmt=self.fmt)
+            codes = align_codes(x, block_scale, guide, spec.bits, scale, gate=spec.gate, fmt=fmt)
             state.collector.on_codes(
-                fmt=self.fmt,
+                fmt=fmt,
                 layer=layer,
                 tensor=tensor,
                 x=x,
@@ -238,7 +248,7 @@ class Qat:
             planes,
             block_scale,
             scale,
-            fmt=self.fmt,
+            fmt=fmt,
             bits=spec.bits,
             gate=spec.gate,
             valid=state.valid if state.invalid_index.numel() else None,
@@ -276,6 +286,8 @@ def attach(model: nn.Module, *, quant: QuantSpec, scales: StaticScales | None = 
     The handle is also ``model.trace_qat``. Attaching again replaces the previous handle. Raises ``UserError`` for an
     unknown family, missing static scales, unsupported expert layouts, and dimensions that are no multiple of the block.
     """
+    if quant.format_of("weights") == "hscale":
+        raise UserError("hscale searches the scales of a finished policy; a model that trains needs another format")
     qat = Qat(model, quant=quant, scales=scales)
     layers = moe_layers(model)
     _check_rotary(model)
@@ -313,7 +325,7 @@ def _can_fuse(model: nn.Module, qat: Qat, experts: nn.Module) -> bool:
             hidden_size=qat.dims.hidden_size,
             expert_width=down.shape[-1],
             device=down.device,
-            fmt=qat.fmt if qat.quant.activations else None,
+            fmt=qat.formats["fc2"] if qat.quant.activations else None,
         )
     )
 
@@ -341,15 +353,5 @@ def _check_scales(qat: Qat) -> None:
 
 
 def _check_dims(model: nn.Module, qat: Qat, *, inter: int) -> None:
-    block = qat.fmt.block_size
-    sizes = {}
-    if qat.quant.weights or qat.quant.activations:
-        sizes |= {"hidden_size": qat.dims.hidden_size, "the expert width": inter}
-    if qat.quant.kv:
-        sizes["head_dim"] = qat.dims.head_dim
-    for name, size in sizes.items():
-        if size % block:
-            raise UserError(
-                f"{type(model).__name__}: {name} is {size}, not a multiple of the {qat.quant.format} block of {block}; "
-                "choose another format or leave that scope in BF16"
-            )
+    dims = {"hidden_size": qat.dims.hidden_size, "expert_width": inter, "head_dim": qat.dims.head_dim}
+    check_blocks(dims, quant=qat.quant, where=type(model).__name__)

@@ -10,15 +10,13 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from trace_rl.config.quant import QuantSpec
+from trace_rl.config.quant import SCOPE_OF, QuantSpec
 from trace_rl.guidance.record import RecordLayout
 from trace_rl.qat.collector import Collector
 
 Mode = Literal["off", "rtn", "guided", "record"]
 """``off``: BF16. ``rtn``: own rounding everywhere. ``guided``: the rollout's where recorded. ``record``: rtn, handing
 out what it rounded to."""
-
-SCOPE_OF = {"fc1": "activations", "fc2": "activations", "k": "kv", "v": "kv"}
 
 
 class Recorder(Protocol):

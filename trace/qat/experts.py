@@ -121,7 +121,7 @@ def trace_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
             down,
             top_k_index,
             qat.expert_matrices(self, gate_up, down),
-            fmt=qat.fmt if state.quantizes("fc2") else None,
+            fmt=qat.formats["fc2"] if state.quantizes("fc2") else None,
             fc2_scale=qat.encode_scale(layer=layer, tensor="fc2") if state.quantizes("fc2") else 1.0,
         )
     dispatch = Dispatch.plan(top_k_index.long(), num_experts=gate_up.shape[0])

@@ -7,7 +7,7 @@ QAT), and as the method does (``own``). Codewords are compared with the rollout'
 
 import torch
 
-from trace_rl.config.guidance import FULL, GuidanceSpec
+from trace_rl.config.guidance import GuidanceSpec, full_recording
 from trace_rl.guidance.record import RecordLayout
 from trace_rl.qat.collector import Collector, TensorCounts
 from trace_rl.qat.context import Mode
@@ -22,7 +22,7 @@ SEED_OFFSET = 1 << 48
 
 def diagnose(trainer: Trainer) -> dict[str, float]:
     """Flat metrics ``diag/...`` of the current policy, trainer and engine."""
-    recording = full_recording(trainer)
+    recording = full_recording(trainer.engine.quant)
     problems = trainer.prompts.batch(trainer.step_index)[: trainer.training.diagnose_prompts]
     rollout = trainer.engine.generate(
         [trainer.prompts.token_ids(problem) for problem in problems],
@@ -51,13 +51,6 @@ def diagnose(trainer: Trainer) -> dict[str, float]:
         metrics[f"diag/{name}/router_disagreement"] = collector.router_disagreement()
         metrics |= describe_codes(collector, prefix=f"diag/{name}", trainer=trainer)
     return metrics
-
-
-def full_recording(trainer: Trainer) -> GuidanceSpec | None:
-    """Whole codes of all layers for the tensors the engine quantizes; None when it quantizes neither."""
-    quant = trainer.engine.quant
-    tensors = (("fc1",) if quant.activations else ()) + (("k", "v") if quant.kv else ())
-    return FULL.model_copy(update={"tensors": tensors}) if tensors else None
 
 
 def with_layout(batch: PackedBatch, *, source: RecordLayout, target: RecordLayout) -> PackedBatch:

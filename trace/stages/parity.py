@@ -28,7 +28,6 @@ from trace_rl.config.guidance import FULL
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
-from trace_rl.guidance.record import RecordLayout
 from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
 from trace_rl.qat.attach import Qat, attach
 from trace_rl.qat.context import Mode
@@ -128,7 +127,7 @@ def trainer_logprobs(
     """float32 [N] log-probs of all response tokens, with routing replay, in the order of the trajectories."""
     layout = None
     if batch.recording is not None:
-        layout = RecordLayout.build(batch.recording, qat.dims, block_size=qat.fmt.block_size)
+        layout = qat.record_layout(batch.recording)
     parts = []
     for start in range(0, len(batch.trajectories), MICRO_BATCH):
         packed = pack(batch.trajectories[start : start + MICRO_BATCH], pad_id=pad)

@@ -24,7 +24,7 @@ def run(config: ExperimentConfig) -> list[PlanRow]:
         model,
         sequences=training.prompts_per_step * training.samples_per_prompt,
         tokens=config.engine.max_model_len,
-        block_size=formats.get(config.format).block_size,
+        block_size=formats.block_sizes(config.format),
     )
     batch = f"{training.prompts_per_step} prompts x {training.samples_per_prompt} samples"
     length = f"at most {config.engine.max_model_len} tokens"

@@ -2,7 +2,8 @@
 
 Weights: quantize-dequantize per expert and matrix at load and at every refit, ``xhat`` kept as BF16 in the parameter
 itself (gate and up share one encode scale). FC1 input: once per token, before dispatch, with the layer's static scale;
-this is the guided tensor. FC2 input: per token and expert, round to nearest.
+this is the guided tensor. FC2 input: per token and expert, round to nearest. Weights and inputs may have different
+formats (W4A8: MXFP4 and MXFP8).
 
 Where it can, a layer runs as one operator (``trace_rl.kernels.experts``), the trainer's too. Otherwise the experts run
 as two batched matmuls over rows padded to a common capacity from a coarse ladder: oneDNN compiles a kernel for every
@@ -23,7 +24,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
+from trace_rl import formats
 from trace_rl.errors import UserError
+from trace_rl.formats.hscale import HScale
 from trace_rl.kernels import dispatch as kernels
 from trace_rl.kernels.experts import ExpertMatrices, routed_experts
 from trace_rl.kernels.experts import can_run as experts_can_run
@@ -50,8 +53,9 @@ class TraceMoEMethod(FusedMoEMethodBase):
             raise UserError(f"packed expert weights are read by load_format {LOAD_FORMAT!r} only; pass it to vLLM")
         if moe.moe_parallel_config.tp_size > 1 or moe.moe_parallel_config.use_ep:
             raise UserError("FP4 experts run on one device; set engine.tensor_parallel_size to 1")
-        self.format = config.format
         self.quant = config.quant
+        self.weight_format = formats.get(self.quant.format.weights)
+        self.input_format = formats.get(self.quant.format.activations)
         self.shadow = config.shadow
         self.layer_id = layer_id
         self.weights_hold_codes = config.packed
@@ -89,20 +93,30 @@ class TraceMoEMethod(FusedMoEMethodBase):
         """Quantize the weights just loaded, unless they came from packed codes."""
         if layer.apply_router_weight_on_input:
             raise UserError(f"layer {self.layer_id}: gate values applied to the input are not supported")
+        if not self.weights_hold_codes:
+            self.check_quantizes()
         self.fused = layer.activation is MoEActivation.SILU and self._can_fuse(layer.w2_weight)
         self.quantize_weights(layer)
         self.weights_hold_codes = False
+
+    def check_quantizes(self) -> None:
+        """UserError for a weight format that only an export can hold."""
+        if self.quant.weights and isinstance(self.weight_format, HScale):
+            raise UserError(
+                f"layer {self.layer_id}: hscale weights come from an export, whose scales were searched; load what "
+                "`trace-rl quantize` wrote and leave it as it is, or choose another format"
+            )
 
     def quantize_weights(self, layer: RoutedExperts) -> None:
         """Replace both weights in place by their quantized values, one encode scale per expert and matrix."""
         if self.quant.weights and not self.weights_hold_codes:
             for weight in (layer.w13_weight.data, layer.w2_weight.data):
-                weight.copy_(kernels.fake_quant_experts(weight, fmt=self.format, check=False))
+                weight.copy_(kernels.fake_quant_experts(weight, fmt=self.weight_format, check=False))
         if self.fused:
             self.matrices = ExpertMatrices.pack(layer.w13_weight.data, layer.w2_weight.data, backward=False)
 
     def _can_fuse(self, down: Tensor) -> bool:
-        fmt = self.format if self.quant.activations else None
+        fmt = self.input_format if self.quant.activations else None
         return down.dtype == torch.bfloat16 and experts_can_run(
             hidden_size=down.shape[1], expert_width=down.shape[2], device=down.device, fmt=fmt
         )
@@ -120,7 +134,7 @@ class TraceMoEMethod(FusedMoEMethodBase):
         ids_TK = topk_ids.long()
         x_TH = self._quantize_input(x, ids_TK)
         if self.matrices is not None:
-            fmt = self.format if self.quant.activations else None
+            fmt = self.input_format if self.quant.activations else None
             return routed_experts(x_TH, topk_weights, ids_TK, self.matrices, fmt=fmt, fc2_scale=self.fc2_scale)
         num_tokens, top_k = ids_TK.shape
         num_experts = layer.w13_weight.shape[0]
@@ -139,7 +153,7 @@ class TraceMoEMethod(FusedMoEMethodBase):
         gate_up = torch.bmm(padded.view(num_experts, capacity, -1), layer.w13_weight.transpose(1, 2))
         hidden = self._activate(layer, gate_up.view(num_experts * capacity, -1))
         if self.quant.activations:
-            hidden = kernels.fake_quant(hidden, self.fc2_scale, fmt=self.format, check=False)
+            hidden = kernels.fake_quant(hidden, self.fc2_scale, fmt=self.input_format, check=False)
         out = torch.bmm(hidden.view(num_experts, capacity, -1), layer.w2_weight.transpose(1, 2))
 
         slot = torch.empty_like(flat).index_copy_(0, order, slot_of_sorted)
@@ -162,7 +176,7 @@ class TraceMoEMethod(FusedMoEMethodBase):
         used = x
         if self.quant.activations:
             target = None if slots is None else shadow.target(self.layer_id, "fc1", slots=slots)
-            used = kernels.quantize_record(x, self.fc1_scale, fmt=self.format, target=target, check=False).xhat
+            used = kernels.quantize_record(x, self.fc1_scale, fmt=self.input_format, target=target, check=False).xhat
         if slots is not None:
             if shadow.experts is not None:
                 shadow.write_experts(self.layer_id, slots=slots, ids=ids_TK)

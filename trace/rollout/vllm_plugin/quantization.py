@@ -72,7 +72,6 @@ class TraceConfig(QuantizationConfig):
         self.quant = quant
         self.scales = scales
         self.packed = packed
-        self.format = formats.get(quant.format)
         self.shadow = Shadow()
         if scales is None and (quant.activations or quant.kv):
             raise UserError("quantization_config has no `scales`; FP4 activations and KV need calibrated static scales")
@@ -129,7 +128,7 @@ class TraceConfig(QuantizationConfig):
             )
         layer_id = extract_layer_index(prefix)
         layer.impl.kv_quantizer = KVQuantizer(
-            format=self.format,
+            format=formats.get(self.quant.format.kv),
             shadow=self.shadow,
             layer_id=layer_id,
             k_scale=self.scales.get("k", layer_id),

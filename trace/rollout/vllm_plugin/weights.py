@@ -27,8 +27,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
+from trace_rl import formats
 from trace_rl.errors import UserError
-from trace_rl.formats import Format, QuantizedTensor, check_finite
+from trace_rl.formats import PackedFormat, QuantizedTensor, check_finite
 from trace_rl.rollout.vllm_plugin.moe import TraceMoEMethod
 
 Unit = str | tuple[int, str, int]
@@ -42,9 +43,8 @@ _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_
 class PolicyWeights:
     """The weights of one vLLM model, addressed by Hugging Face names."""
 
-    def __init__(self, model: nn.Module, *, format: Format) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.format = format
         self.experts: dict[int, RoutedExperts] = {
             extract_layer_index(name): module
             for name, module in model.named_modules()
@@ -81,6 +81,8 @@ class PolicyWeights:
             yield name, tensor
 
     def _check(self, tensors: list[tuple[str, Tensor]]) -> None:
+        for layer in self.experts.values():
+            layer.quant_method.check_quantizes()
         seen: set[Unit] = set()
         for name, tensor in self._without_tied_head(tensors):
             for unit, shape in units_of(name, tensor).items():
@@ -171,7 +173,7 @@ def checkpoint_tensors(checkpoint_dir: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, shard.get_tensor(name)
 
 
-def dequantized(tensors: Iterable[tuple[str, Tensor]], *, format: Format) -> Iterator[tuple[str, Tensor]]:
+def dequantized(tensors: Iterable[tuple[str, Tensor]], *, format: PackedFormat) -> Iterator[tuple[str, Tensor]]:
     """Replace the three parts of each packed expert tensor by its BF16 values; pass everything else."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -188,7 +190,7 @@ def dequantized(tensors: Iterable[tuple[str, Tensor]], *, format: Format) -> Ite
         raise UserError(f"packed checkpoint: {name} has only {', '.join(sorted(found))}")
 
 
-def _unpack(parts: dict[str, Tensor], *, format: Format) -> Tensor:
+def _unpack(parts: dict[str, Tensor], *, format: PackedFormat) -> Tensor:
     """codes [E, R, C/2], block_scale [E, R, C/block], encode_scale [E] -> bfloat16 [E, R, C]."""
     codes, scale = parts["codes"], parts["block_scale"].view(torch.uint8)
     experts = [
@@ -220,9 +222,9 @@ class TraceModelLoader(BaseModelLoader):
             raise UserError(f"{model_config.model}: load format `trace` needs MoE layers and quantization trace_nvfp4")
         if current_platform.is_cpu():
             keep_plain_weights(model, method=PlainLinearMethod)
-        weights = PolicyWeights(model, format=methods[0].format)
+        weights = PolicyWeights(model)
         tensors = checkpoint_tensors(Path(model_config.model))
         if methods[0].weights_hold_codes:
-            tensors = dequantized(tensors, format=methods[0].format)
+            tensors = dequantized(tensors, format=formats.packed(methods[0].quant.format.weights))
         weights.load(tensors)
         model.trace_weights = weights
