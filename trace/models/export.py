@@ -11,7 +11,6 @@ with. The written files are read back and compared bitwise. Scale bytes are scan
 `quantization_config` with `quant_method: trace_nvfp4`, `packed: true`, the quant spec and the static scales.
 """
 
-import dataclasses
 import json
 import shutil
 from dataclasses import dataclass
@@ -154,7 +153,7 @@ def export_packed(
             "quant_method": QUANT_METHOD,
             "packed": True,
             "quant": quant.model_dump(mode="json"),
-            "scales": None if scales is None else dataclasses.asdict(scales),
+            "scales": None if scales is None else scales.to_json(residual=quant.residual == "channels"),
         }
     }
     write_json(target / "config.json", config | extra)

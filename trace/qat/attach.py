@@ -39,6 +39,7 @@ from trace_rl.models.checkpoint_io import check_blocks
 from trace_rl.models.families import decoder_layers, family_of, moe_layers
 from trace_rl.qat.attention import trace_attention, trace_mask
 from trace_rl.qat.collector import Collector
+from trace_rl.qat.compensator import Compensator
 from trace_rl.qat.context import ForwardState, Mode, Recorder
 from trace_rl.qat.experts import trace_experts
 from trace_rl.qat.norms import replace_norms
@@ -70,6 +71,7 @@ class Qat:
         self._state: ForwardState | None = None
         self._weights: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         self._matrices: dict[int, tuple[tuple[int, ...], ExpertMatrices]] = {}
+        self._compensators: dict[tuple[int, str], Compensator | None] = {}
         self.fused_experts = False
         """Whether the routed experts run as one operator (``trace_rl.kernels.experts``)."""
 
@@ -149,9 +151,20 @@ class Qat:
             field = state.layout.field(layer, tensor) if state.mode == "guided" else None
             if field is not None:
                 xhat = self._guided(x, state=state, layer=layer, tensor=tensor, scale=scale)
+            elif (compensator := self._compensator(layer=layer, tensor=tensor)) is not None:
+                exact = self._nearest(x.float(), state=state, layer=layer, tensor=tensor, scale=scale)
+                xhat = compensator.operand(x, exact)
             else:
                 xhat = self._nearest(x, state=state, layer=layer, tensor=tensor, scale=scale)
         return straight_through(x, xhat)
+
+    def _compensator(self, *, layer: int, tensor: str) -> Compensator | None:
+        """What a rollout engine on this model adds to an expert input; methods give a trainer nothing of the kind."""
+        if (layer, tensor) not in self._compensators:
+            self._compensators[layer, tensor] = Compensator.of(
+                self.quant, scales=self.scales, fmt=self.formats[tensor], tensor=tensor, layer=layer
+            )
+        return self._compensators[layer, tensor]
 
     def expert_weights(self, experts: nn.Module, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Gate_up [E, 2I, H] and down [E, H, I] as the forward multiplies with them; gradient identity."""
@@ -320,6 +333,7 @@ def _can_fuse(model: nn.Module, qat: Qat, experts: nn.Module) -> bool:
     down = experts.down_proj
     return (
         model.config.hidden_act in ("silu", "swish")
+        and qat.quant.residual == "none"  # the operator rounds the FC2 input inside
         and down.dtype == torch.bfloat16
         and fused.can_run(
             hidden_size=qat.dims.hidden_size,

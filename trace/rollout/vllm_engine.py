@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -342,7 +341,7 @@ def _quantization_config(hf_config: dict[str, Any], *, quant: QuantSpec, scales:
     return {
         "quant_method": QUANTIZATION,
         "quant": quant.model_dump(mode="json"),
-        "scales": None if scales is None else asdict(scales),
+        "scales": None if scales is None else scales.to_json(residual=quant.residual == "channels"),
         "packed": packed,
     }
 

@@ -97,12 +97,7 @@ def executions_of(
         if not (packed / "config.json").is_file():
             raise UserError(f"{packed}: {method.name} with seed {seed} is not exported; run its quantize stage first")
         stored = quantization_of(packed)
-        scales = StaticScales(
-            **{
-                name: {int(layer): scale for layer, scale in values.items()}
-                for name, values in stored["scales"].items()
-            }
-        )
+        scales = StaticScales.from_json(stored["scales"])
         directory = packed if config.engine.name == "vllm" else policy
         fp4 = Execution(directory, QuantSpec.model_validate(stored["quant"]), scales)
     validate_checkpoint(policy, quant=fp4.quant)

@@ -3,7 +3,8 @@
 Weights: quantize-dequantize per expert and matrix at load and at every refit, ``xhat`` kept as BF16 in the parameter
 itself (gate and up share one encode scale). FC1 input: once per token, before dispatch, with the layer's static scale;
 this is the guided tensor. FC2 input: per token and expert, round to nearest. Weights and inputs may have different
-formats (W4A8: MXFP4 and MXFP8).
+formats (W4A8: MXFP4 and MXFP8). With ``quant.residual`` both operands also carry their rounded residual
+(``trace_rl.formats.residual``); what is recorded stays the rounded input alone.
 
 Where it can, a layer runs as one operator (``trace_rl.kernels.experts``), the trainer's too. Otherwise the experts run
 as two batched matmuls over rows padded to a common capacity from a coarse ladder: oneDNN compiles a kernel for every
@@ -30,6 +31,7 @@ from trace_rl.formats.hscale import HScale
 from trace_rl.kernels import dispatch as kernels
 from trace_rl.kernels.experts import ExpertMatrices, routed_experts
 from trace_rl.kernels.experts import can_run as experts_can_run
+from trace_rl.qat.compensator import Compensator
 from trace_rl.rollout.vllm_plugin import LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -65,6 +67,10 @@ class TraceMoEMethod(FusedMoEMethodBase):
         """The weights as the fused operator reads them, packed again at every refit."""
         self.fc1_scale = config.scales.get("fc1", layer_id) if self.quant.activations else 1.0
         self.fc2_scale = config.scales.get("fc2", layer_id) if self.quant.activations else 1.0
+        self.fc1_compensator, self.fc2_compensator = (
+            Compensator.of(self.quant, scales=config.scales, fmt=self.input_format, tensor=tensor, layer=layer_id)
+            for tensor in ("fc1", "fc2")
+        )
 
     def create_weights(
         self,
@@ -116,6 +122,8 @@ class TraceMoEMethod(FusedMoEMethodBase):
             self.matrices = ExpertMatrices.pack(layer.w13_weight.data, layer.w2_weight.data, backward=False)
 
     def _can_fuse(self, down: Tensor) -> bool:
+        if self.fc2_compensator is not None:  # the operator rounds the FC2 input inside
+            return False
         fmt = self.input_format if self.quant.activations else None
         return down.dtype == torch.bfloat16 and experts_can_run(
             hidden_size=down.shape[1], expert_width=down.shape[2], device=down.device, fmt=fmt
@@ -153,12 +161,18 @@ class TraceMoEMethod(FusedMoEMethodBase):
         gate_up = torch.bmm(padded.view(num_experts, capacity, -1), layer.w13_weight.transpose(1, 2))
         hidden = self._activate(layer, gate_up.view(num_experts * capacity, -1))
         if self.quant.activations:
-            hidden = kernels.fake_quant(hidden, self.fc2_scale, fmt=self.input_format, check=False)
+            hidden = self._quantize_hidden(hidden)
         out = torch.bmm(hidden.view(num_experts, capacity, -1), layer.w2_weight.transpose(1, 2))
 
         slot = torch.empty_like(flat).index_copy_(0, order, slot_of_sorted)
         per_pair = out.view(num_experts * capacity, -1).index_select(0, slot).view(num_tokens, top_k, -1)
         return torch.bmm(topk_weights.to(torch.float32).unsqueeze(1), per_pair.float()).squeeze(1).to(x.dtype)
+
+    def _quantize_hidden(self, hidden: Tensor) -> Tensor:
+        """The FC2 operand (BF16), [rows, I]; rows of zeros stay zeros."""
+        if self.fc2_compensator is not None:
+            return self.fc2_compensator.quantize(hidden)
+        return kernels.fake_quant(hidden, self.fc2_scale, fmt=self.input_format, check=False)
 
     @staticmethod
     def _activate(layer: RoutedExperts, gate_up: Tensor) -> Tensor:
@@ -176,7 +190,13 @@ class TraceMoEMethod(FusedMoEMethodBase):
         used = x
         if self.quant.activations:
             target = None if slots is None else shadow.target(self.layer_id, "fc1", slots=slots)
-            used = kernels.quantize_record(x, self.fc1_scale, fmt=self.input_format, target=target, check=False).xhat
+            compensator = self.fc1_compensator
+            exact = x if compensator is None else x.float()  # the same codes, and Q(X) is not rounded to BF16
+            used = kernels.quantize_record(
+                exact, self.fc1_scale, fmt=self.input_format, target=target, check=False
+            ).xhat
+            if compensator is not None:
+                used = compensator.operand(x, used)
         if slots is not None:
             if shadow.experts is not None:
                 shadow.write_experts(self.layer_id, slots=slots, ids=ids_TK)

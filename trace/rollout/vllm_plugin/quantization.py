@@ -82,9 +82,7 @@ class TraceConfig(QuantizationConfig):
         scales = config.get("scales")
         return cls(
             quant=QuantSpec(**config.get("quant", {})),
-            # JSON has turned the layer ids into strings.
-            scales=scales
-            and StaticScales(**{name: {int(i): float(g) for i, g in by.items()} for name, by in scales.items()}),
+            scales=scales and StaticScales.from_json(scales),
             packed=bool(config.get("packed", False)),
         )
 
