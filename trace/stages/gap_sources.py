@@ -183,10 +183,9 @@ def measure(
         collector = PickCollector()
         tokens[name] = fp4.run(forward, model=model, qat=qat, collector=collector)
         rows[name] = describe_gap(tokens[name].logprobs, fp4.rollout_logprobs, fp4.clusters)
-        rows[name] |= {
-            "mismatch": mismatch_by_tensor(collector),
-            "router_disagreement": collector.router_disagreement(),
-        }
+        rows[name]["mismatch"] = mismatch_by_tensor(collector)
+        if forward.replay:
+            rows[name]["router_disagreement"] = collector.router_disagreement()
         codes[name] = collector.rows()
     for name, forward in (("bf16_both", BF16_FORWARD), ("bf16_both_no_r3", BF16_FORWARD.without_replay())):
         train = bf16.run(forward, model=model, qat=qat).logprobs

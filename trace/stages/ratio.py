@@ -10,10 +10,13 @@ is what an importance weight should contain. What the trainer can put there, wit
     estimate     log pi_train,new - log pi_rollout,old     the truncated weight's exponent, which also holds the gap
     difference   log pi_train,new - log pi_train,old       of two forwards that round alike (same mode, same record)
 
-in BF16, QAT, RTN on the recorded scale, and guided. Controls: the same with a BF16 engine and trainer; ``floor``, the
-engine scoring its own tokens with the *old* weights (decode against batched prefill, the part of r that is noise of
-the engine); ``shuffled``, r after an update whose entries were permuted within each tensor: a change of the same size
-that no gradient chose, so what FP4 makes of any small change.
+in BF16, QAT, RTN on the recorded scale, and guided. In FP4 any small change of the weights flips codes, and r holds
+these flips beside what the update meant. So each is also compared with ``smooth``, the log-ratio that a BF16 engine
+gives the very same tokens: an estimate that follows r but not ``smooth`` follows the flips.
+
+Controls: all of it with BF16 rollouts and a BF16 trainer; ``floor``, the engine scoring its own tokens with the *old*
+weights (decode against batched prefill, the part of r that is noise of the engine); ``shuffled``, r after an update
+whose entries were permuted within each tensor: a change of the same size that no gradient chose.
 
 The stale batch comes from the prompts that follow those of the updates, as in the staleness queue. Without burn-in the
 updates are Adam's first at the full learning rate: each moves every weight by about the learning rate, farther than
@@ -32,6 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trace_rl import tracking
+from trace_rl.analysis.clusters import association
 from trace_rl.analysis.forwards import (
     BF16_FORWARD,
     FOLLOW_SCALE,
@@ -111,6 +115,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
             engine.load_policy(old.items(), 0)
             bf16, bf16_scores = stale_batch(trainer, engine, prompts=prompts, seed=seed)
             control = score_versions(engine, bf16, versions=versions | {SHUFFLED: shuffled}, known={0: bf16_scores})
+            smooth = score_versions(engine, fp4, versions=versions, known={})
         finally:
             engine.close()
         measure = {"model": model, "qat": trainer.qat, "versions": versions, "settings": config.analysis}
@@ -125,8 +130,8 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
             "trajectories": len(prompts),
             "steps": [{name: step[name] for name in STEP_METRICS if name in step} for step in steps],
             "weights_moved": {str(v): distance(old, new) for v, new in (versions | {SHUFFLED: shuffled}).items()},
-            "fp4": compare(fp4, scores, forwards=FORWARDS, **measure),
-            "bf16": compare(bf16, control, forwards={"bf16": BF16_FORWARD}, **measure),
+            "fp4": compare(fp4, scores, smooth=smooth, forwards=FORWARDS, **measure),
+            "bf16": compare(bf16, control, smooth=control, forwards={"bf16": BF16_FORWARD}, **measure),
         }
         result["gap_by_updates"] = gap_table(result)
         result["seconds"] = time.perf_counter() - started
@@ -196,6 +201,7 @@ def compare(
     recorded: Recorded,
     scores: dict[Any, Tensor],
     *,
+    smooth: dict[Any, Tensor],
     forwards: dict[str, Forward],
     model: PreTrainedModel,
     qat: Qat,
@@ -210,23 +216,23 @@ def compare(
     for updates, weights in versions.items():
         model.load_state_dict(weights)
         qat.invalidate_weights()
-        truth = scores[updates] - sampled
+        truth, meant = scores[updates] - sampled, smooth[updates] - smooth[0]
         logprobs = {name: recorded.run(forward, model=model, qat=qat).logprobs for name, forward in forwards.items()}
         before = before or logprobs
+
+        def beside(estimate: Tensor, truth: Tensor = truth, meant: Tensor = meant) -> dict[str, Any]:
+            found = describe_estimate(estimate, truth, clusters, **bootstrap)
+            return found | {"smooth": association(meant, estimate, clusters, **bootstrap)}
+
         row: dict[str, Any] = {
             "updates": updates,
-            "truth": describe_weight(truth, clusters),
-            "estimates": {
-                name: describe_estimate(value - sampled, truth, clusters, **bootstrap)
-                for name, value in logprobs.items()
-            },
+            "truth": beside(truth),
+            "smooth": describe_weight(meant, clusters),
+            "estimates": {name: beside(value - sampled) for name, value in logprobs.items()},
         }
         if updates:
             row["truth"]["share_of_floor"] = share_of_variance(scores[0] - sampled, truth)
-            row["differences"] = {
-                name: describe_estimate(value - before[name], truth, clusters, **bootstrap)
-                for name, value in logprobs.items()
-            }
+            row["differences"] = {name: beside(value - before[name]) for name, value in logprobs.items()}
         rows.append(row)
     return {
         "tokens": sampled.numel(),
@@ -272,18 +278,19 @@ def gap_table(result: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def ratio_table(result: dict[str, Any]) -> str:
-    """Every estimate and difference beside the truth."""
-    lines = [f"{'':34}{'mean |.|':>10}{'error':>9}{'corr':>8}{'+-':>6}{'slope':>8}{'+-':>6}{'ESS':>7}{'trunc':>8}"]
+    """Every estimate and difference beside r, and its slope on the smooth log-ratio."""
+    names = ("mean |.|", "error", "corr", "+-", "slope", "+-", "smooth", "+-", "ESS", "trunc")
+    head = "".join(f"{name:>{width}}" for name, width in zip(names, (10, 9, 8, 6, 8, 6, 8, 6, 7, 8), strict=True))
+    lines = [f"{'':34}{head}"]
     for precision in ("fp4", "bf16"):
         part = result[precision]
         for name in ("floor", "shuffled"):
             lines.append(f"{precision} engine, {name:<21}{part[name]['mean_abs']:10.5f}")
         for row in part["rows"]:
-            truth = row["truth"]
             lines.append(
-                f"{precision} engine, {row['updates']} updates: r    {truth['mean_abs']:10.5f}{'':37}"
-                f"{truth['ess']:7.3f}{truth['truncated']:8.4f}"
+                f"{precision} engine, {row['updates']} updates, {'smooth':<9}{row['smooth']['mean_abs']:10.5f}"
             )
+            lines.append(f"{precision} engine, {row['updates']} updates, {'r':<9}{_numbers(row['truth'])}")
             for kind in ("estimates", "differences"):
                 for name, found in row.get(kind, {}).items():
                     lines.append(f"  {kind[:-1]:<12}{name:<20}{_numbers(found)}")
@@ -291,9 +298,11 @@ def ratio_table(result: dict[str, Any]) -> str:
 
 
 def _numbers(found: dict[str, Any]) -> str:
+    columns = [(found, "correlation"), (found, "slope"), (found["smooth"], "slope")]
     shown = [
-        f"{'-' if found[name] is None else format(found[name], '.3f'):>{width}}"
-        for name, width in (("correlation", 8), ("correlation_stderr", 6), ("slope", 8), ("slope_stderr", 6))
+        f"{'-' if source[key] is None else format(source[key], '.3f'):>{width}}"
+        for source, name in columns
+        for key, width in ((name, 8), (f"{name}_stderr", 6))
     ]
     return (
         f"{found['mean_abs']:10.5f}{found['mean_abs_error']:9.5f}{''.join(shown)}{found['ess']:7.3f}"
