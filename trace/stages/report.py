@@ -1,4 +1,4 @@
-"""Stage ``report``: the page that shows a run beside the paper."""
+"""Stage ``report``: the page that shows the core suite beside the paper."""
 
 import csv
 from pathlib import Path
@@ -7,23 +7,23 @@ from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
+from trace_rl.config.targets import core_seeds
 from trace_rl.report.collect import read
+from trace_rl.report.context import Context
 from trace_rl.report.document import write
-from trace_rl.report.figures import Runs
+from trace_rl.report.figures.curves import Runs
 from trace_rl.report.page import build
 from trace_rl.rl.metrics_log import MetricsLog
 
 
-def run(
-    config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]
-) -> None:
+def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod]) -> None:
     """Write ``index.html``, ``report.md`` and the figures."""
     with tracking.stage_run(config, stage="report", paths=paths) as tracker:
-        document = build(
-            read(paths.summary),
+        context = Context(
+            summary=read(paths.summary),
             config=config,
             methods=methods,
-            runs=step_metrics(paths, methods=methods, seeds=seeds),
+            runs=step_metrics(paths, methods=methods, seeds=core_seeds(config)),
             artifacts={
                 "calibration": read(paths.calibration_metrics),
                 "audit": read(paths.audit),
@@ -32,7 +32,7 @@ def run(
             },
             seconds=rule_seconds(paths.base / "benchmarks"),
         )
-        write(document, paths.report)
+        write(build(context), paths.report)
         tracker.log_artifact(paths.report)
     print(f"report: {paths.report / 'index.html'}")
 

@@ -7,8 +7,8 @@ from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.models.checkpoint_io import write_json
-from trace_rl.report.claims import average, seed_mean, show
 from trace_rl.report.collect import collect
+from trace_rl.report.estimate import average, seed_mean, show
 
 TABLE_WIDTH = 120
 

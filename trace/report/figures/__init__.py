@@ -1,0 +1,1 @@
+"""Figures of the report as inline SVG, a method's colour the same in every figure."""

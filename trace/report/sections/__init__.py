@@ -1,0 +1,1 @@
+"""Sections of the report, one idea a file: each opens with where this run disagrees with the paper."""

@@ -1,0 +1,92 @@
+"""Final accuracy: the table every accuracy section shows, and the whole-suite section with its figures."""
+
+from collections.abc import Mapping, Sequence
+
+from trace_rl.report.claim import NOT_REPORTED
+from trace_rl.report.context import Context
+from trace_rl.report.document import Figure, Section, Table
+from trace_rl.report.estimate import Estimate, accuracies, error_note, estimate, show
+from trace_rl.report.figures import bars
+from trace_rl.report.labels import label
+
+EXECUTION_NAMES = {"fp4": "FP4 (emulated)", "bf16": "BF16"}
+FIGURE_METHODS = 12
+"""Bars of one task that can still be told apart."""
+
+
+def accuracy_table(
+    context: Context, names: Sequence[str], *, reported: Mapping[str, object] | None = None, paper_column: str = "paper"
+) -> Table:
+    """One row a method: the paper's number, means over tasks in both executions, every task, seeds, collapsed.
+
+    ``reported`` maps methods to the paper's numbers; None leaves the column out.
+    """
+    summary = context.summary
+    tasks = list(summary["start"]["accuracy"])
+    header = (
+        "policy",
+        *((paper_column,) if reported is not None else ()),
+        *(f"mean, {EXECUTION_NAMES[execution]}" for execution in ("fp4", "bf16")),
+        *(f"{task}, {execution.upper()}" for execution in ("fp4", "bf16") for task in tasks),
+        "n",
+        "collapsed",
+    )
+    rows = [
+        (
+            "before RL",
+            *(("–",) if reported is not None else ()),
+            "",
+            "",
+            *(
+                show(Estimate(scores[execution]["mean"], scores[execution]["stderr"], 1))
+                for execution in ("fp4", "bf16")
+                for scores in summary["start"]["accuracy"].values()
+            ),
+            "",
+            "–",
+        )
+    ]
+    for name in context.run_of(list(names)):
+        seeds = summary["methods"][name]
+        collapsed = [record["collapsed"] for record in seeds.values() if record["collapsed"] is not None]
+        rows.append(
+            (
+                label(name),
+                *((str(reported.get(name, NOT_REPORTED)),) if reported is not None else ()),
+                *(show(estimate(accuracies(summary, name, execution))) for execution in ("fp4", "bf16")),
+                *(
+                    show(estimate(accuracies(summary, name, execution, task=task)))
+                    for execution in ("fp4", "bf16")
+                    for task in tasks
+                ),
+                str(len(seeds)),
+                f"{sum(collapsed)} of {len(collapsed)}" if collapsed else "–",
+            )
+        )
+    counts = ", ".join(f"{task} {scores['fp4']['n']}" for task, scores in summary["start"]["accuracy"].items())
+    caption = (
+        f"Greedy decoding through lm-eval, percent. {error_note(context.num_seeds)} Problems per task, the same for "
+        f"every method: {counts}."
+    )
+    return Table(header, tuple(rows), caption)
+
+
+def accuracy_section(context: Context) -> Section:
+    """Final accuracy of every method of the page."""
+    names = list(context.summary["methods"])
+    blocks: list[str | Table | Figure] = [accuracy_table(context, names)]
+    if len(names) <= FIGURE_METHODS:
+        blocks += accuracy_figures(context, names, prefix="accuracy")
+    return Section("Final accuracy", blocks)
+
+
+def accuracy_figures(context: Context, names: Sequence[str], *, prefix: str) -> list[Figure]:
+    """One figure per execution."""
+    return [
+        Figure(
+            f"{prefix}_{execution}",
+            bars.accuracy(context.summary, execution=execution, names=context.run_of(list(names))),
+            f"{words} execution; dashed: before RL.",
+        )
+        for execution, words in (("fp4", "FP4"), ("bf16", "BF16"))
+    ]

@@ -1,0 +1,121 @@
+"""What stands behind the numbers: gates, choices, settings, hardware, versions, commit, methods."""
+
+from typing import Any
+
+from trace_rl.report.context import Context
+from trace_rl.report.document import Section, Table
+from trace_rl.report.labels import label
+
+CHOICES = (
+    (
+        "Guided tensors",
+        "FC1 input (one vector per token and layer, before dispatch) and K, V; FC2 input is rounded to nearest on both "
+        "sides",
+    ),
+    ("Encode scales of activations and KV", "static per layer, from calibration"),
+    ("Tie between bracket members under full guidance", "the round-to-nearest choice"),
+    ("PPO clip range", "0.2 / 0.27, from MiniRL (2512.01374)"),
+    ("MXFP4 scale rule", "rceil"),
+    ("Recorded tokens", "prompt and response; the last sampled token is never fed and has no record"),
+    ("Gated guidance", "off (guidance.gate = 0.5)"),
+    (
+        "Optimizer constants",
+        "AdamW betas and clipping as in the configuration; the accounts state the learning rate only",
+    ),
+)
+
+
+def gates_section(context: Context) -> Section | None:
+    """Parity, audit and calibration, as far as their artifacts are there."""
+    artifacts = context.artifacts
+    blocks: list[Any] = []
+    if "parity" in artifacts:
+        rows = tuple(
+            (
+                row["phase"],
+                row["mode"],
+                f"{row['gap_mean']:.5f}",
+                f"{row['threshold']:.5f}" if row["threshold"] else "–",
+                row["verdict"],
+            )
+            for row in artifacts["parity"]["rows"]
+        )
+        caption = (
+            "Parity of trainer and engine on the same tokens, before the first update and after one update and refit."
+        )
+        blocks.append(Table(("when", "forward", "gap mean", "threshold", "verdict"), rows, caption))
+    if "audit" in artifacts:
+        audit = artifacts["audit"]
+        blocks.append(
+            f"Scope audit: {audit['num_checked']} parameters and KV tensors compared, "
+            f"{len(audit['differences'])} differ."
+        )
+    if "calibration" in artifacts:
+        calibration = artifacts["calibration"]
+        blocks += [
+            f"Calibration: {calibration['num_tokens']} tokens; idle experts: {calibration['num_idle_experts']}.",
+            format_error_table(calibration),
+        ]
+    return Section("Gates", blocks) if blocks else None
+
+
+def format_error_table(calibration: dict[str, Any]) -> Table:
+    """Relative squared error of every format."""
+    errors = calibration["format_relative_mse"]
+    names = list(next(iter(errors.values())))
+    rows = tuple(
+        (kind, *("–" if by[name] is None else f"{100 * by[name]:.3f}" for name in names)) for kind, by in errors.items()
+    )
+    return Table(("tensor", *(f"{name} (%)" for name in names)), rows, "Relative squared error by tensor and format.")
+
+
+def choices_section(context: Context) -> Section:
+    """What the paper does not state, and what it states beside what is set here."""
+    training, settings = context.config.training, context.paper["settings"]
+    samples = settings["samples_per_step"]["Qwen3.5-35B-A3B"]
+    rows = (
+        ("optimizer", settings["optimizer"], "GRPO"),
+        ("router replay", settings["router_replay"], "R3, off in variants that say so"),
+        ("importance ratio cap", str(settings["importance_ratio_cap"]), "5, or the cap of a method's own source"),
+        ("largest version difference", str(settings["max_version_diff"]), str(training.max_version_diff)),
+        ("quantized", ", ".join(settings["quantized"]), "routed experts' weights and inputs, KV cache"),
+        (
+            "samples per step (35B)",
+            f"{samples[0]} x {samples[1]}",
+            f"{training.prompts_per_step} x {training.samples_per_prompt}",
+        ),
+        ("steps (35B)", str(settings["steps"]["Qwen3.5-35B-A3B"]), str(training.steps)),
+    )
+    return Section(
+        "Choices the paper does not state",
+        [Table(("choice", "here"), CHOICES), Table(("setting the paper states", "paper", "here"), rows)],
+    )
+
+
+def provenance_section(context: Context) -> Section:
+    """Machine, versions, commit, and the methods with their departures."""
+    summary = context.summary
+    hardware, commit = summary["hardware"], summary["commit"]
+    machine = f"{hardware['cpu']}, {hardware['cores']} cores"
+    if hardware["accelerators"]:
+        machine += ", " + ", ".join(hardware["accelerators"])
+    dirty = {True: " with uncommitted changes", False: "", None: ""}[commit["dirty"]]
+    seeds = sorted({seed for record in summary["methods"].values() for seed in record}, key=int)
+    rows = (
+        ("commit", f"{commit['id'] or 'not a git checkout'}{dirty}"),
+        ("machine", machine),
+        ("format", f"{context.config.format}, emulated, unless a method says otherwise"),
+        ("seeds", ", ".join(seeds)),
+        *((name, value) for name, value in summary["versions"].items()),
+    )
+    described = tuple(
+        (label(name), method.description, method.source, "; ".join(method.departures) or "–")
+        for name, method in context.methods.items()
+    )
+    return Section(
+        "Provenance",
+        [
+            Table(("what", "value"), rows),
+            Table(("method", "what it is", "source", "departs from its source"), described),
+        ],
+    )

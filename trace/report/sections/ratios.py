@@ -1,0 +1,139 @@
+"""How well a trainer's importance ratio tracks the engine's own when the rollout is stale (`trace_rl.stages.ratio`)."""
+
+from typing import Any
+
+from trace_rl.report.context import Context
+from trace_rl.report.document import Figure, Table
+from trace_rl.report.estimate import Estimate, show
+from trace_rl.report.sections.gaps import FORWARDS
+from trace_rl.report.sections.gather import Picked, gather
+
+
+def ratio_blocks(context: Context) -> list[str | Table | Figure]:
+    """How well each trainer's log-ratio tracks the engine's, and the gap by number of updates."""
+    found = context.analysis.get("ratio") or {}
+    if not found:
+        return []
+    blocks: list[str | Table | Figure] = [ratio_reading(found)]
+    for kind, words in (
+        ("estimates", "Trainer's new log-prob minus the rollout's old one, as the truncated weight has it"),
+        ("differences", "Trainer's new log-prob minus the trainer's old one, both rounding alike"),
+    ):
+        blocks.append(ratio_table(found, kind=kind, words=words))
+    blocks += [truth_table(found), gap_table(found)]
+    return blocks
+
+
+def updates_of(found: dict[int, dict[str, Any]]) -> list[int]:
+    """Numbers of updates that were measured."""
+    return sorted({row["updates"] for artifact in found.values() for row in artifact["fp4"]["rows"]})
+
+
+def ratio_of(
+    found: dict[int, dict[str, Any]], *, kind: str, forward: str, updates: int, key: str, precision: str = "fp4"
+) -> Estimate | None:
+    """One number of the ratio table over seeds."""
+
+    def pick(artifact: dict[str, Any]) -> Picked:
+        for row in artifact[precision]["rows"]:
+            cell = row.get(kind, {}).get(forward) if row["updates"] == updates else None
+            if cell is not None:
+                return cell.get(key), cell.get(f"{key}_stderr")
+        return None
+
+    return gather(found, pick)
+
+
+def ratio_reading(found: dict[int, dict[str, Any]]) -> str:
+    """The prototype's table beside this one, in a sentence."""
+    update = next((number for number in updates_of(found) if number), 1)
+    texts = []
+    for forward in ("bf16", "qat", "trace", "trace_all"):
+        value = ratio_of(found, kind="estimates", forward=forward, updates=update, key="correlation")
+        if value is not None:
+            texts.append(f"{FORWARDS[forward]} {show(value, scale=1, digits=2)}")
+    return (
+        f"Correlation of the trainer's log-ratio with the engine's own after {update} "
+        f"update{'s' if update > 1 else ''}: {', '.join(texts)}. A prototype of this project in plain PyTorch had .46 "
+        "(BF16), .45 (QAT), .04 (TRACE) and .10 (one bit, all layers) after one."
+    )
+
+
+def ratio_table(found: dict[int, dict[str, Any]], *, kind: str, words: str) -> Table:
+    """Error, correlation, slope and effective sample size by forward and number of updates."""
+    rows = []
+    for precision, forwards in (("fp4", FORWARDS), ("bf16", {"bf16": "BF16 engine and trainer"})):
+        for forward, text in forwards.items():
+            for updates in updates_of(found):
+                cells = {
+                    key: ratio_of(found, kind=kind, forward=forward, updates=updates, key=key, precision=precision)
+                    for key in ("mean_abs", "mean_abs_error", "correlation", "slope", "ess", "truncated")
+                }
+                if cells["mean_abs"] is None:
+                    continue
+                rows.append(
+                    (
+                        text,
+                        str(updates),
+                        show(cells["mean_abs"], scale=1, digits=4),
+                        show(cells["mean_abs_error"], scale=1, digits=4),
+                        show(cells["correlation"], scale=1, digits=2),
+                        show(cells["slope"], scale=1, digits=3),
+                        show(cells["ess"], scale=1, digits=3),
+                        show(cells["truncated"], digits=2),
+                    )
+                )
+    header = (
+        "trainer",
+        "updates",
+        "mean |log ratio|",
+        "mean abs error",
+        "correlation",
+        "slope",
+        "effective sample size",
+        "truncated (%)",
+    )
+    return Table(header, tuple(rows), f"{words}, against r, the FP4 engine's own log-ratio on the old tokens.")
+
+
+def truth_table(found: dict[int, dict[str, Any]]) -> Table:
+    """How large r is, beside the engine's own noise and a shuffled update of the same size."""
+    rows = []
+    for precision in ("fp4", "bf16"):
+        for name, words in (("floor", "no update: decoding against prefill"), ("shuffled", "update shuffled")):
+            value = gather(found, lambda a, p=precision, n=name: (a[p][n]["mean_abs"], a[p][n]["mean_abs_stderr"]))
+            rows.append((precision.upper(), words, show(value, scale=1, digits=5)))
+        for updates in updates_of(found):
+
+            def pick(artifact: dict[str, Any], precision: str = precision, updates: int = updates) -> Picked:
+                for row in artifact[precision]["rows"]:
+                    if row["updates"] == updates:
+                        return row["truth"]["mean_abs"], row["truth"]["mean_abs_stderr"]
+                return None
+
+            value = gather(found, pick)
+            if updates and value is not None:
+                rows.append((precision.upper(), f"{updates} updates", show(value, scale=1, digits=5)))
+    return Table(("engine", "old tokens, old to new policy", "mean |r|"), tuple(rows), "Size of the true log-ratio.")
+
+
+def gap_table(found: dict[int, dict[str, Any]]) -> Table:
+    """Mean |log pi_train,new - log pi_rollout,old| by number of updates."""
+    updates = [str(number) for number in updates_of(found)]
+    names = list(dict.fromkeys(name for artifact in found.values() for name in artifact["gap_by_updates"]))
+    rows = tuple(
+        (
+            {"bf16_both": "BF16 engine and trainer"}.get(name, FORWARDS.get(name, name)),
+            *(
+                show(
+                    gather(found, lambda a, n=name, u=number: (a["gap_by_updates"].get(n, {}).get(u), None)),
+                    scale=1,
+                    digits=4,
+                )
+                for number in updates
+            ),
+        )
+        for name in names
+    )
+    header = ("trainer", *(f"{number} updates" for number in updates))
+    return Table(header, rows, "Gap to a rollout of an older policy.")

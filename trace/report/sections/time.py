@@ -1,0 +1,138 @@
+"""Seconds: by phase of a step, by rule and run of the workflow, and what rounding and recording add."""
+
+import statistics
+from typing import Any
+
+from trace_rl.report.context import Context
+from trace_rl.report.document import Figure, Section, Table
+from trace_rl.report.estimate import seed_mean
+from trace_rl.report.figures import bars
+from trace_rl.report.labels import label
+from trace_rl.report.sections.opening import opening
+
+BARS = 14
+"""Methods that the figure by phase still shows."""
+
+
+def time_section(context: Context, *, with_claims: bool = False) -> Section:
+    """What the run took."""
+    blocks: list[str | Table | Figure] = list(opening(context.about("time"))) if with_claims else []
+    svg = bars.step_time(context.summary) if len(context.summary["methods"]) <= BARS else None
+    if svg is not None:
+        blocks.append(
+            Figure("step_time", svg, "Median seconds per step by phase. Two runs share the machine side by side.")
+        )
+    blocks.append(quantization_table(context))
+    bench = context.artifacts.get("bench")
+    if bench is not None:
+        blocks += [bench_table(bench), recording_table(bench)]
+    if context.seconds:
+        blocks += duration_tables(context.seconds)
+    return Section("Time", blocks)
+
+
+def duration_tables(seconds: dict[str, float]) -> list[Table]:
+    """Wall time by rule (runs, median, total), and by training run."""
+    by_rule: dict[str, list[float]] = {}
+    for job, value in seconds.items():
+        by_rule.setdefault(job.partition("/")[0], []).append(value)
+    rows = [
+        (rule, str(len(values)), f"{statistics.median(values):.0f}", f"{sum(values):.0f}")
+        for rule, values in sorted(by_rule.items(), key=lambda item: -sum(item[1]))
+    ]
+    rows.append(("all", str(len(seconds)), "", f"{sum(seconds.values()):.0f}"))
+    by_method: dict[str, list[float]] = {}
+    for job, value in seconds.items():
+        rule, _, rest = job.partition("/")
+        if rule == "train":
+            by_method.setdefault(rest.rpartition("/")[0] or rest, []).append(value)
+    trained = tuple(
+        (label(name), str(len(values)), f"{statistics.median(values):.0f}", f"{sum(values):.0f}")
+        for name, values in sorted(by_method.items())
+    )
+    note = "From the workflow's benchmark files; jobs go side by side, so the total is not the duration."
+    tables = [Table(("rule", "jobs", "median, s", "total, s"), tuple(rows), note)]
+    if trained:
+        tables.append(Table(("training run", "seeds", "median, s", "total, s"), trained))
+    return tables
+
+
+def quantization_table(context: Context) -> Table:
+    """How much of a training step goes into rounding."""
+    rows = []
+    for name in context.summary["methods"]:
+        activations, weights, step = (
+            seed_mean(context.summary, name, *keys)
+            for keys in (("quantize_s", "activations"), ("quantize_s", "weights"), ("step_s", "step"))
+        )
+        if activations is not None and weights is not None and step:
+            share = 100 * (activations + weights) / step
+            rows.append(
+                (
+                    label(name),
+                    f"{1000 * activations:.0f}",
+                    f"{1000 * weights:.0f}",
+                    f"{1000 * step:.0f}",
+                    f"{share:.1f}",
+                )
+            )
+    return Table(
+        ("method", "activations and KV, ms", "weights, ms", "whole step, ms", "share of the step (%)"),
+        tuple(rows),
+        "Fake quantization in the trainer's forward, guided or not; medians over steps. FC2 inputs are not counted "
+        "where the experts are one operator, which rounds them inside.",
+    )
+
+
+def bench_table(bench: dict[str, Any]) -> Table:
+    """Rollout throughput."""
+    rows = tuple(
+        (
+            row["mode"],
+            str(row["num_sequences"]),
+            str(row["output_length"]),
+            f"{row['tokens_per_s']['median']:.0f} ({row['tokens_per_s']['min']:.0f}–{row['tokens_per_s']['max']:.0f})",
+            f"{row['ratio_to_bf16']:.2f}",
+            f"{row['guidance_bytes_per_token']:.0f}",
+        )
+        for row in bench["rows"]
+    )
+    return Table(
+        (
+            "rollout",
+            "sequences",
+            "output tokens",
+            "tokens/s, median (min–max)",
+            "ratio to BF16",
+            "guidance bytes per token",
+        ),
+        rows,
+        "Rollout engine, one thread; FP4 is emulated, so it costs time here and saves it on FP4 hardware. BF16 is the "
+        "same engine with quantization off; stock vLLM prepacks its weights, which is faster, and cannot be refitted.",
+    )
+
+
+def recording_table(bench: dict[str, Any]) -> Table:
+    """What recording adds to a rollout, from repetitions side by side."""
+    rows = tuple(
+        (
+            row["workload"],
+            row["mode"],
+            str(row["num_sequences"]),
+            *(percent_with_interval(row[clock]) for clock in ("wall_percent", "cpu_percent")),
+        )
+        for row in bench["recording_cost"]
+    )
+    return Table(
+        ("rollout", "recording", "sequences", "added time (%)", "added CPU time (%)"),
+        rows,
+        f"Over FP4 without recording, medians of paired repetitions with 95 % interval, or smallest and largest of "
+        f"fewer than 6; the paper's whole guidance costs 7.4 % of a step. Load of the machine: "
+        f"{bench['environment']['load']:.1f}.",
+    )
+
+
+def percent_with_interval(cost: dict[str, Any]) -> str:
+    """Median and interval of a paired cost."""
+    low, high = (cost["min"], cost["max"]) if cost["low"] is None else (cost["low"], cost["high"])
+    return f"{cost['median']:+.1f} ({low:+.1f} to {high:+.1f}, n {cost['n']})"

@@ -1,0 +1,61 @@
+"""Stage ``tables``: the page of one of the paper's tables, or of all of them, over several seeds."""
+
+from pathlib import Path
+from typing import Any
+
+from trace_rl import tracking
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.method import PtqMethod, RlMethod
+from trace_rl.config.paths import RunPaths
+from trace_rl.config.targets import ANALYSES
+from trace_rl.models.checkpoint_io import write_json
+from trace_rl.report.collect import collect, read
+from trace_rl.report.context import Analysis, Context
+from trace_rl.report.document import write
+from trace_rl.report.page import build_target
+from trace_rl.stages.report import rule_seconds, step_metrics
+
+
+def run(
+    config: ExperimentConfig,
+    paths: RunPaths,
+    *,
+    target: str,
+    methods: dict[str, RlMethod | PtqMethod],
+    seeds: tuple[int, ...],
+) -> None:
+    """Write ``index.html``, ``report.md``, ``summary.json`` and the figures of ``target``."""
+    out = paths.target_report(target)
+    with tracking.stage_run(config, stage="tables", paths=paths, wildcards={"target": target}) as tracker:
+        context = Context(
+            summary=collect(paths, methods=methods, seeds=seeds),
+            config=config,
+            methods=methods,
+            runs=step_metrics(paths, methods=methods, seeds=seeds),
+            artifacts=present(
+                calibration=paths.calibration_metrics,
+                audit=paths.audit,
+                parity=paths.parity,
+                bench=paths.bench_rollout,
+            ),
+            seconds=rule_seconds(paths.base / "benchmarks"),
+            analysis=analysis(paths, target=target, seeds=seeds),
+        )
+        write(build_target(context, target=target), out)
+        write_json(out / "summary.json", context.summary, sort_keys=False)  # methods in the table's order
+        tracker.log_artifact(out)
+    print(f"report: {out / 'index.html'}")
+
+
+def present(**artifacts: Path) -> dict[str, dict[str, Any]]:
+    """Those artifacts that exist: a table needs none of them to be written."""
+    return {name: read(path) for name, path in artifacts.items() if path.is_file()}
+
+
+def analysis(paths: RunPaths, *, target: str, seeds: tuple[int, ...]) -> Analysis:
+    """What the analysis stages measured, by seed, for the targets that show it."""
+    found: Analysis = {}
+    for kind, path in (("gap_sources", paths.gap_sources), ("ratio", paths.ratio)):
+        if target in ANALYSES[kind]:
+            found[kind] = {seed: read(path(seed)) for seed in seeds if path(seed).is_file()}
+    return found
