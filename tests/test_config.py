@@ -97,7 +97,11 @@ def test_a_stage_depends_on_what_it_imports_and_on_nothing_else():
     train, report, checkpoint = (
         stages.closure(f"trace_rl.stages.{name}") for name in ("train", "report", "checkpoint")
     )
-    loss, figures, plugin = "trace_rl.rl.losses.grpo", "trace_rl.report.figures", "trace_rl.rollout.vllm_plugin.moe"
+    loss, figures, plugin = (
+        "trace_rl.rl.losses.grpo",
+        "trace_rl.report.figures.canvas",
+        "trace_rl.rollout.vllm_plugin.moe",
+    )
     assert loss in train
     assert plugin in train
     assert figures in report

@@ -3,15 +3,15 @@
 import re
 
 import pytest
-import yaml
 from report_runs import artifacts, over_seeds, record, steps_of, summary_of
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_suite
 from trace_rl.report.claims import claims
-from trace_rl.report.context import PAPER, Context
+from trace_rl.report.context import Context
 from trace_rl.report.document import write
 from trace_rl.report.page import build
+from trace_rl.report.paper import paper_numbers
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def summary() -> dict:
 
 @pytest.fixture
 def paper() -> dict:
-    return yaml.safe_load(PAPER.read_text())
+    return paper_numbers()
 
 
 def verdicts(summary: dict, paper: dict) -> dict[str, str]:

@@ -2,11 +2,9 @@
 
 import functools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
@@ -15,8 +13,8 @@ from trace_rl.report.claims import claims
 from trace_rl.report.figures.curves import Runs, moving_average, series
 from trace_rl.report.labels import label
 from trace_rl.report.mechanism_claims import parity_step_claim
+from trace_rl.report.paper import paper_numbers
 
-PAPER = Path(__file__).with_name("paper.yaml")
 Methods = dict[str, RlMethod | PtqMethod]
 Analysis = dict[str, dict[int, dict[str, Any]]]
 """{``gap_sources`` or ``ratio``: {seed: artifact}}."""
@@ -36,7 +34,8 @@ class Context:
 
     @functools.cached_property
     def paper(self) -> dict[str, Any]:
-        return yaml.safe_load(PAPER.read_text())
+        """The paper's numbers."""
+        return paper_numbers()
 
     @functools.cached_property
     def claims(self) -> list[Claim]:

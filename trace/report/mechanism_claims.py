@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from trace_rl.guidance.accounting import plan
@@ -21,8 +20,8 @@ from trace_rl.report.estimate import (
     trained,
     verdict,
 )
+from trace_rl.report.paper import PAPER_MODEL
 
-PAPER_MODEL = Path(__file__).with_name("qwen3_5_35b_a3b.json")
 SILENT = "no number in the accounts"
 
 

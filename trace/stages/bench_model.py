@@ -22,7 +22,7 @@ from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.guidance.accounting import bytes_per_token
 from trace_rl.guidance.record import ModelDims
 from trace_rl.models.checkpoint_io import read_json, write_json
-from trace_rl.report.page import PAPER
+from trace_rl.report.paper import PAPER
 from trace_rl.stages import measure
 from trace_rl.stages.decode_architecture import packaged_hardware, packaged_models, read_architecture
 from trace_rl.stages.decode_limits import (

@@ -9,7 +9,7 @@ from trace_rl.report.context import Context
 from trace_rl.report.document import Section, Table
 from trace_rl.report.estimate import seed_mean
 from trace_rl.report.labels import label
-from trace_rl.report.mechanism_claims import PAPER_MODEL
+from trace_rl.report.paper import PAPER_MODEL
 from trace_rl.report.sections.opening import opening
 
 
