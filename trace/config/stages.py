@@ -49,7 +49,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "gap_sources": (*_ROLLOUT, "analysis"),
     "ratio": (*_ROLLOUT, "training", "suite.methods_dir", "analysis"),
     "summary": ("run", "suite"),
-    "report": ("run", "format", "suite"),
+    "report": ("run", "format", "training", "suite"),
+    "tables": (*_ROLLOUT, "training", "suite", "tables", "stability"),
 }
 
 # Stages of the core suite, which takes the first seed only: another one must not run them again.
