@@ -71,10 +71,12 @@ def prompts(*, count: int = 6, length: int = 40, seed: int = 0) -> list[list[int
     return [[generator.randrange(2, VOCAB) for _ in range(length)] for _ in range(count)]
 
 
-def engine(checkpoint: Path, *, quant: QuantSpec, capture: bool = False, **config: object) -> VllmEngine:
+def engine(
+    checkpoint: Path, *, quant: QuantSpec, scales: StaticScales = SCALES, capture: bool = False, **config: object
+) -> VllmEngine:
     """An engine with a small KV cache."""
     settings = {"max_num_seqs": 32, "kv_cache_gib": 0.02} | config
-    return open_engine(checkpoint, quant=quant, scales=SCALES, config=EngineConfig(**settings), capture=capture)
+    return open_engine(checkpoint, quant=quant, scales=scales, config=EngineConfig(**settings), capture=capture)
 
 
 def trainer(checkpoint: Path) -> nn.Module:
