@@ -105,13 +105,14 @@ def test_one_update_per_rollout_is_grpo_with_the_smaller_cap():
     assert not torch.allclose(slopes[0], -fields["advantages"])
 
 
-def test_a_ratio_that_overflows_or_vanishes_is_dropped_with_a_finite_loss():
-    logprobs = torch.tensor([-200.0, 0.0, 0.0, 0.0]).requires_grad_()
-    old = torch.tensor([0.0, 0.0, -200.0, 0.0])
-    index = torch.tensor([0, 0, 1, 1])
-    data = LossInput(logprobs, old, old, (logprobs - old).exp(), torch.full((4,), -1.0), index)
+def test_ratios_that_overflow_or_vanish_are_dropped_with_a_finite_loss():
+    logprobs = torch.tensor([-200.0, 0.0, 0.0, 0.0, -200.0, 0.0]).requires_grad_()
+    old = torch.tensor([0.0, 0.0, -200.0, 0.0, 0.0, -200.0])
+    index = torch.tensor([0, 0, 1, 1, 2, 2])
+    data = LossInput(logprobs, old, old, (logprobs - old).exp(), torch.full((6,), -1.0), index)
+    assert data.ratio.tolist() == [0.0, 1.0, math.inf, 1.0, 0.0, math.inf]
     loss = compute(data, SPEC)
     loss.total.backward()
     assert math.isfinite(loss.total.item())
-    assert logprobs.grad.tolist() == [0.0] * 4
-    assert int(loss.clipped) == 4
+    assert logprobs.grad.tolist() == [0.0] * 6
+    assert int(loss.clipped) == 6

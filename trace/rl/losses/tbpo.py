@@ -34,7 +34,7 @@ def tbpo_loss(data: LossInput, spec: TbpoLoss) -> TokenLoss:
     """
     weights = truncated_weights(data.old_logprobs, data.rollout_logprobs, cap=spec.tis_cap).weights
     ratio = data.ratio.detach()
-    # A ratio that under- or overflowed is outside the band either way; its log must stay finite for the mean.
+    # Ratios that vanished and overflowed in one trajectory would have no mean; clamped they are outside the band.
     finite = torch.finfo(ratio.dtype)
     sequence = group_means(ratio.clamp(finite.tiny, finite.max).log(), data.trajectory_index).exp()
     sequence = sequence[data.trajectory_index]
