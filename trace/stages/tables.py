@@ -12,7 +12,7 @@ from trace_rl.models.checkpoint_io import write_json
 from trace_rl.report.collect import collect, read
 from trace_rl.report.context import Analysis, Context
 from trace_rl.report.document import write
-from trace_rl.report.page import build_target
+from trace_rl.report.target_page import build_target
 from trace_rl.stages.report import rule_seconds, step_metrics
 
 
