@@ -4,54 +4,86 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trace_rl.config.load import load_method
+from trace_rl.config.quant import BF16
+from trace_rl.formats.static_scales import StaticScales
+from trace_rl.rollout.engine import open_engine
 from trace_rl.stages import ratio
+from trace_rl.stages.train import build_trainer
 
 
 @pytest.fixture(scope="module")
-def result(tiny_run, repository):
+def config(tiny_run, repository):
+    """Two measured updates of 16 sequences."""
     training = tiny_run.config.training.model_copy(
         update={"prompts_per_step": 4, "samples_per_prompt": 4, "learning_rate": 1e-3}
     )
     analysis = tiny_run.config.analysis.model_copy(update={"num_prompts": 8, "updates": (1, 2), "resamples": 20})
     suite = tiny_run.config.suite.model_copy(update={"methods_dir": str(repository / "config" / "methods")})
-    assert load_method(repository / "config" / "methods" / "qat.yaml").trainer.enabled
-    config = tiny_run.config.model_copy(update={"training": training, "analysis": analysis, "suite": suite})
+    return tiny_run.config.model_copy(update={"training": training, "analysis": analysis, "suite": suite})
+
+
+@pytest.fixture(scope="module")
+def measured(config, tiny_run):
+    """A policy that moves: a random one solves nothing, so an odd first token is rewarded. (study, FP4, BF16)."""
+    paths, settings = tiny_run.paths, config.analysis
+    this = ratio.training_run(config, paths, seed=1)
+    engine = open_engine(
+        paths.checkpoint, quant=this.rollout_quant, scales=StaticScales.load(paths.scales), config=config.engine
+    )
+    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16)
+    trainer = build_trainer(this, model=model, engine=engine, tokenizer=AutoTokenizer.from_pretrained(paths.checkpoint))
+    trainer.reward = lambda problem, response: float(response[0] % 2)
+    study = ratio.go_stale(trainer, engine, settings=settings, seed=1)
+    bf16 = open_engine(paths.checkpoint, quant=BF16, scales=None, config=config.engine)
+    control, smooth = ratio.score_bf16(bf16, trainer, study, settings=settings, seed=1)
+    options = {"model": model, "qat": trainer.qat, "versions": study.versions, "settings": settings}
+    fp4 = ratio.compare(study.fp4, study.scores, smooth=smooth, forwards=ratio.FORWARDS, **options)
+    return study, fp4, ratio.compare(*control, smooth=control[1], forwards={"bf16": ratio.BF16_FORWARD}, **options)
+
+
+def test_the_stage_writes_what_it_returns(config, tiny_run):
     found = ratio.run(config, tiny_run.paths, seed=1)
     assert json.loads(tiny_run.paths.ratio(1).read_text()) == json.loads(json.dumps(found))
-    return found
+    assert [row["updates"] for row in found["fp4"]["rows"]] == [0, 1, 2]
+    assert set(found["gap_by_updates"]) == {"bf16_both", *ratio.FORWARDS}
+    # No response of a random policy is rewarded, so nothing moves and nothing can be said of a ratio.
+    assert found["weights_moved"]["2"] == 0
+    assert found["fp4"]["rows"][2]["estimates"]["qat"]["correlation"] is None
 
 
-def test_the_policy_moves_at_the_full_learning_rate(result):
-    moved = result["weights_moved"]
-    assert moved["0"] == 0 < moved["1"] < moved["2"]
-    assert [step["learning_rate"] for step in result["steps"]] == [1e-3, 1e-3]
-    # Permuted in FP32 and rounded to BF16, the update keeps its length.
-    assert moved["shuffled"] == pytest.approx(moved["1"], rel=0.05)
+def test_the_policy_moves_at_the_full_learning_rate(measured):
+    study, _, _ = measured
+    moved = {name: ratio.distance(study.versions[0], new) for name, new in study.weights.items()}
+    assert moved[0] == 0 < moved[1] < moved[2]
+    assert [step["learning_rate"] for step in study.steps] == [1e-3, 1e-3]
+    # Permuted in FP32 and rounded to BF16, the update keeps about its length.
+    assert moved["shuffled"] == pytest.approx(moved[1], rel=0.1)
 
 
-def test_the_old_policy_is_the_floor(result):
-    for precision in ("fp4", "bf16"):
-        part = result[precision]
-        assert part["floor"].items() <= part["rows"][0]["truth"].items()
-        assert part["floor"]["mean_abs"] < part["rows"][1]["truth"]["mean_abs"]
-        assert [row["updates"] for row in part["rows"]] == [0, 1, 2]
-        assert "differences" not in part["rows"][0]
+def test_the_old_policy_is_the_floor(measured):
+    _, *parts = measured
+    for part in parts:
+        first, second = part["rows"][:2]
+        assert part["floor"].items() <= first["truth"].items()
+        assert part["floor"]["mean_abs"] < second["truth"]["mean_abs"]
+        assert "differences" not in first
 
 
-def test_a_trainer_that_rounds_as_the_engine_tracks_it_and_full_guidance_does_not(result):
-    row = result["fp4"]["rows"][2]
-    # This engine and the trainer run the same kernels: QAT rounds where the engine rounds.
-    assert row["estimates"]["qat"]["correlation"] > 0.8
-    assert abs(row["estimates"]["full"]["slope"]) < row["estimates"]["qat"]["slope"]
-    assert result["gap_by_updates"]["full"]["2"] < result["gap_by_updates"]["qat"]["2"]
-    control = result["bf16"]["rows"][2]["estimates"]["bf16"]
-    assert result["bf16"]["rows"][2]["smooth"]["mean_abs"] == pytest.approx(
-        result["bf16"]["rows"][2]["truth"]["mean_abs"], rel=0.1
-    )
-    assert control["correlation"] > 0.9
-    assert control["slope"] == pytest.approx(1, abs=0.2)
+def test_a_trainer_that_rounds_by_itself_tracks_the_engine_and_full_guidance_is_held_back(measured):
+    _, fp4, bf16 = measured
+    estimates, differences = (fp4["rows"][2][kind] for kind in ("estimates", "differences"))
+    assert estimates["qat"]["correlation"] > 0.4
+    assert abs(estimates["full"]["slope"]) < estimates["qat"]["slope"]
+    assert differences["full"]["smooth"]["slope"] < differences["bf16"]["smooth"]["slope"]
+    assert estimates["full"]["mean_abs"] < estimates["qat"]["mean_abs"]
+    # The trainer's BF16 forward on the FP4 tokens is the BF16 engine's.
+    assert differences["bf16"]["smooth"]["slope"] == pytest.approx(1, abs=0.1)
+    row = bf16["rows"][2]
+    assert row["estimates"]["bf16"]["correlation"] > 0.9
+    assert row["estimates"]["bf16"]["slope"] == pytest.approx(1, abs=0.2)
+    assert row["smooth"]["mean_abs"] == pytest.approx(row["truth"]["mean_abs"], rel=0.1)
 
 
 def test_a_shuffled_update_keeps_each_tensors_entries():

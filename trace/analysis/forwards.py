@@ -6,6 +6,8 @@ forwards differ in is what was varied. Nothing here computes gradients or touche
 
 Rounding to nearest *on the rollout's scale* is not a mode of its own: it is guidance whose gate lets nothing through
 (`RECORDED_SCALE`), which separates choosing the scale from choosing the code.
+
+Tensors in a format without codewords are neither recorded nor followed; where guidance has none left, it is QAT.
 """
 
 from dataclasses import dataclass
@@ -14,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trace_rl.config.guidance import FULL, GuidanceSpec
-from trace_rl.guidance.record import RecordLayout
+from trace_rl.config.guidance import FULL, GuidanceSpec, recordable
 from trace_rl.qat.attach import Qat
 from trace_rl.qat.collector import Collector
 from trace_rl.qat.context import Mode
@@ -89,16 +90,17 @@ class Recorded:
     @torch.no_grad()
     def run(self, forward: Forward, *, model: PreTrainedModel, qat: Qat, collector: Collector | None = None) -> Tokens:
         """Log-probs and entropy under ``forward``; a collector compares codes with the rollout's as it goes."""
-        source = None if self.batch.recording is None else self.layout(self.batch.recording, qat)
-        target = None if forward.guidance is None else self.layout(forward.guidance, qat)
+        source = None if self.batch.recording is None else qat.record_layout(self.batch.recording)
+        followed = recordable(forward.guidance, quant=qat.quant) if forward.guidance else None
+        target = None if followed is None else qat.record_layout(followed)
         parts = []
         for start in range(0, len(self.batch.trajectories), MICRO_BATCH):
             whole = pack(self.batch.trajectories[start : start + MICRO_BATCH], pad_id=self.pad_id)
             if collector is not None and source is not None:
                 collector.reference = (whole.record, source)
-            packed = whole if target is None else with_layout(whole, source=source, target=target)
+            packed = whole if target in (None, source) else with_layout(whole, source=source, target=target)
             with qat.forward(
-                mode=forward.mode,
+                mode="rtn" if forward.mode == "guided" and target is None else forward.mode,
                 guidance=None if target is None else (packed.record, target),
                 valid=packed.valid,
                 expert_ids=packed.expert_ids if forward.replay else None,
@@ -107,8 +109,3 @@ class Recorded:
                 logits = model(input_ids=packed.input_ids, attention_mask=packed.valid.long(), use_cache=False).logits
             parts.append(response_logprobs(logits, batch=packed, temperature=self.temperature))
         return Tokens(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-
-    @staticmethod
-    def layout(spec: GuidanceSpec, qat: Qat) -> RecordLayout:
-        """How the engine records ``spec``."""
-        return RecordLayout.build(spec, qat.dims, block_size=qat.fmt.block_size)

@@ -40,7 +40,7 @@ from trace_rl.analysis.picks import PickCollector, describe_counts
 from trace_rl.analysis.sources import decompose, describe_gap, where
 from trace_rl.config.analysis import AnalysisConfig
 from trace_rl.config.experiment import ExperimentConfig
-from trace_rl.config.guidance import FULL, GuidanceSpec, LayerSet
+from trace_rl.config.guidance import GuidanceSpec, LayerSet, full_recording
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
@@ -148,7 +148,7 @@ def roll_out(
         try:
             for version, (name, path) in enumerate(policies.items()):
                 load_policy(engine, path, version=version)
-                batch = engine.generate(prompts, sampling, FULL if spec.enabled else None)
+                batch = engine.generate(prompts, sampling, full_recording(spec))
                 recorded = found[name][precision] = Recorded(batch, temperature=temperature, pad_id=pad)
                 tokens = recorded if spec.enabled else found[name]["fp4"]
                 scored = tokens.response_scores(engine.score(tokens.sequences, temperature))
@@ -210,14 +210,15 @@ def measure(
         "codes": codes,
         "factorial": [
             factorial_row(spec, tensors, fp4=fp4, model=model, qat=qat)
-            for spec, tensors in (every_guidance() if settings.factorial else ())
+            for spec, tensors in (every_guidance(quant) if settings.factorial else ())
         ],
     }
 
 
-def every_guidance() -> Iterator[tuple[GuidanceSpec, str]]:
-    """Guidance at every combination, with the name of its tensors."""
-    for bits, layers, scale_bits, tensors in itertools.product(BITS, get_args(LayerSet), SCALE_BITS, TENSORS):
+def every_guidance(quant: QuantSpec) -> Iterator[tuple[GuidanceSpec, str]]:
+    """Guidance at every combination that the formats can record, with the name of its tensors."""
+    possible = [name for name, tensors in TENSORS.items() if set(tensors) <= set(quant.recordable())]
+    for bits, layers, scale_bits, tensors in itertools.product(BITS, get_args(LayerSet), SCALE_BITS, possible):
         yield GuidanceSpec(bits=bits, layers=layers, scale_bits=scale_bits, tensors=TENSORS[tensors]), tensors
 
 
@@ -230,7 +231,7 @@ def factorial_row(spec: GuidanceSpec, tensors: str, *, fp4: Recorded, model: Any
         "layers": spec.layers,
         "scale_bits": spec.scale_bits,
         "tensors": tensors,
-        "bytes_per_token": Recorded.layout(spec, qat).row_bytes,
+        "bytes_per_token": qat.record_layout(spec).row_bytes,
     }
     row |= describe_gap(train, fp4.rollout_logprobs, fp4.clusters)
     row["mismatch"] = mismatch_by_tensor(collector)

@@ -26,7 +26,7 @@ the one after it.
 
 import os
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from trace_rl.analysis.forwards import (
 from trace_rl.analysis.ratios import describe_estimate, describe_weight
 from trace_rl.config.analysis import AnalysisConfig
 from trace_rl.config.experiment import ExperimentConfig
-from trace_rl.config.guidance import FULL
+from trace_rl.config.guidance import full_recording
 from trace_rl.config.load import load_method
 from trace_rl.config.method import RlMethod
 from trace_rl.config.paths import RunPaths
@@ -81,6 +81,28 @@ SHUFFLED = "shuffled"
 STEP_METRICS = ("reward", "gap_mean", "grad_norm", "learning_rate", "is_ess", "is_truncated")
 
 Weights = dict[str, Tensor]
+Scores = dict[int | str, Tensor]
+"""Version -> float32 [N], one batch's response tokens forced through the engine with these weights."""
+
+
+@dataclass
+class Study:
+    """What the FP4 engine and the updates gave."""
+
+    steps: list[dict[str, float]]
+    """Metrics of every update, those of the burn-in first."""
+    versions: dict[int, Weights]
+    """The policy after some numbers of updates; 0 is the one that rolled out."""
+    shuffled: Weights
+    """The old policy plus the first measured update, permuted."""
+    fp4: Recorded
+    """The stale batch."""
+    scores: Scores
+
+    @property
+    def weights(self) -> dict[int | str, Weights]:
+        """Every version, with the shuffled one."""
+        return {**self.versions, SHUFFLED: self.shuffled}
 
 
 def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, Any]:
@@ -97,28 +119,15 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
             trainer = build_trainer(
                 this, model=model, engine=engine, tokenizer=AutoTokenizer.from_pretrained(paths.checkpoint)
             )
-            prompts = stale_prompts(trainer, settings=config.analysis)
-            steps = [trainer.step() for _ in range(config.analysis.burn_in)]
-            old = weights_of(model)
-            fp4, fp4_scores = stale_batch(trainer, engine, prompts=prompts, seed=seed)
-            versions = {0: old}
-            for update in range(1, config.analysis.updates[-1] + 1):
-                steps.append(trainer.step())
-                if update in config.analysis.updates:
-                    versions[update] = weights_of(model)
-            shuffled = shuffle_update(old, versions[config.analysis.updates[0]], seed=seed)
-            scores = score_versions(engine, fp4, versions=versions | {SHUFFLED: shuffled}, known={0: fp4_scores})
+            study = go_stale(trainer, engine, settings=config.analysis, seed=seed)
         finally:
             engine.close()
         engine = open_engine(paths.checkpoint, quant=BF16, scales=None, config=config.engine)
         try:
-            engine.load_policy(old.items(), 0)
-            bf16, bf16_scores = stale_batch(trainer, engine, prompts=prompts, seed=seed)
-            control = score_versions(engine, bf16, versions=versions | {SHUFFLED: shuffled}, known={0: bf16_scores})
-            smooth = score_versions(engine, fp4, versions=versions, known={})
+            control, smooth = score_bf16(engine, trainer, study, settings=config.analysis, seed=seed)
         finally:
             engine.close()
-        measure = {"model": model, "qat": trainer.qat, "versions": versions, "settings": config.analysis}
+        measure = {"model": model, "qat": trainer.qat, "versions": study.versions, "settings": config.analysis}
         result: dict[str, Any] = {
             "seed": seed,
             "engine": config.engine.name,
@@ -127,11 +136,11 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
             "learning_rate": config.training.learning_rate,
             "burn_in": config.analysis.burn_in,
             "sequences_per_update": config.training.prompts_per_step * config.training.samples_per_prompt,
-            "trajectories": len(prompts),
-            "steps": [{name: step[name] for name in STEP_METRICS if name in step} for step in steps],
-            "weights_moved": {str(v): distance(old, new) for v, new in (versions | {SHUFFLED: shuffled}).items()},
-            "fp4": compare(fp4, scores, smooth=smooth, forwards=FORWARDS, **measure),
-            "bf16": compare(bf16, control, smooth=control, forwards={"bf16": BF16_FORWARD}, **measure),
+            "trajectories": config.analysis.num_prompts,
+            "steps": [{name: step[name] for name in STEP_METRICS if name in step} for step in study.steps],
+            "weights_moved": {str(name): distance(study.versions[0], new) for name, new in study.weights.items()},
+            "fp4": compare(study.fp4, study.scores, smooth=smooth, forwards=FORWARDS, **measure),
+            "bf16": compare(*control, smooth=control[1], forwards={"bf16": BF16_FORWARD}, **measure),
         }
         result["gap_by_updates"] = gap_table(result)
         result["seconds"] = time.perf_counter() - started
@@ -139,6 +148,31 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
         tracker.log_metrics({"gap_by_updates": result["gap_by_updates"]})
     print(ratio_table(result))
     return result
+
+
+def go_stale(trainer: Trainer, engine: RolloutEngine, *, settings: AnalysisConfig, seed: int) -> Study:
+    """Roll out, update, and force the old tokens through the engine with every version's weights."""
+    steps = [trainer.step() for _ in range(settings.burn_in)]
+    versions = {0: weights_of(trainer.model)}
+    fp4, scores = stale_batch(engine, trainer, settings=settings, seed=seed)
+    for update in range(1, settings.updates[-1] + 1):
+        steps.append(trainer.step())
+        if update in settings.updates:
+            versions[update] = weights_of(trainer.model)
+    shuffled = shuffle_update(versions[0], versions[settings.updates[0]], seed=seed)
+    study = Study(steps=steps, versions=versions, shuffled=shuffled, fp4=fp4, scores={0: scores})
+    study.scores = score_versions(engine, fp4, versions=study.weights, known=study.scores)
+    return study
+
+
+def score_bf16(
+    engine: RolloutEngine, trainer: Trainer, study: Study, *, settings: AnalysisConfig, seed: int
+) -> tuple[tuple[Recorded, Scores], Scores]:
+    """A BF16 engine on its own rollouts of the old policy and on the FP4 engine's."""
+    engine.load_policy(study.versions[0].items(), 0)
+    bf16, scores = stale_batch(engine, trainer, settings=settings, seed=seed)
+    control = score_versions(engine, bf16, versions=study.weights, known={0: scores})
+    return (bf16, control), score_versions(engine, study.fp4, versions=study.weights, known={})
 
 
 def training_run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> TrainRun:
@@ -174,21 +208,22 @@ def stale_prompts(trainer: Trainer, *, settings: AnalysisConfig) -> list[list[in
 
 
 def stale_batch(
-    trainer: Trainer, engine: RolloutEngine, *, prompts: Sequence[Sequence[int]], seed: int
+    engine: RolloutEngine, trainer: Trainer, *, settings: AnalysisConfig, seed: int
 ) -> tuple[Recorded, Tensor]:
     """Rollouts of the engine's present policy, one per prompt, and its own scores of them."""
+    prompts = stale_prompts(trainer, settings=settings)
     sampling = Sampling(
         temperature=trainer.temperature, max_new_tokens=trainer.max_new_tokens, seed=SEED_BASE + (seed << 32)
     )
-    batch = engine.generate(prompts, sampling, FULL if engine.quant.enabled else None)
+    batch = engine.generate(prompts, sampling, full_recording(engine.quant))
     recorded = Recorded(batch, temperature=trainer.temperature, pad_id=trainer.pad_id)
     return recorded, recorded.response_scores(engine.score(recorded.sequences, trainer.temperature))
 
 
 def score_versions(
-    engine: RolloutEngine, recorded: Recorded, *, versions: dict[Any, Weights], known: dict[Any, Tensor]
-) -> dict[Any, Tensor]:
-    """float32 [N] by version: the batch's response tokens forced through the engine with those weights."""
+    engine: RolloutEngine, recorded: Recorded, *, versions: dict[int | str, Weights], known: Scores
+) -> Scores:
+    """The batch's response tokens forced through the engine with each version's weights, unless known."""
     scores = dict(known)
     for number, (name, weights) in enumerate(versions.items()):
         if name not in scores:
@@ -199,9 +234,9 @@ def score_versions(
 
 def compare(
     recorded: Recorded,
-    scores: dict[Any, Tensor],
+    scores: Scores,
     *,
-    smooth: dict[Any, Tensor],
+    smooth: Scores,
     forwards: dict[str, Forward],
     model: PreTrainedModel,
     qat: Qat,
