@@ -3,18 +3,27 @@ channels, and how far one BF16 operand is from the two products it stands for.""
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from tiny import random_weights
+from transformers import AutoModelForCausalLM
 
 from trace_rl import formats
+from trace_rl.config.load import load_method
+from trace_rl.config.method import RlMethod
+from trace_rl.config.quant import FormatChoice, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.residual import HEADROOM, compensated, compensation, largest_of_group
 from trace_rl.formats.residual_channels import ResidualMagnitude, top_channels
 from trace_rl.formats.static_scales import StaticScales
+from trace_rl.qat.attach import attach
 
+METHODS = Path(__file__).resolve().parents[1] / "config" / "methods"
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 NVFP4 = formats.get("nvfp4")
@@ -186,3 +195,55 @@ def test_channels_with_the_largest_residual_come_first(tmp_path):
     (tmp_path / "broken.json").write_text(json.dumps(broken))
     with pytest.raises(UserError, match="no order of all its channels"):
         StaticScales.load(tmp_path / "broken.json")
+
+
+def test_residual_is_a_setting_of_fp4_rollouts():
+    specs = [QuantSpec(), QuantSpec(residual="sparse"), QuantSpec(residual="channels")]
+    specs.append(QuantSpec(residual="channels", residual_share=0.25))
+    assert len({spec.hash() for spec in specs}) == 4
+    for settings, what in [
+        ({"residual": "sparse", "activations": False}, "BF16"),
+        ({"residual": "channels", "format": "mxfp4_w4a8"}, "mxfp8"),
+        ({"residual": "sparse", "residual_share": 0.25}, "residual_share"),
+    ]:
+        with pytest.raises(ValidationError, match=what):
+            QuantSpec(**settings)
+    named = {"name": "a", "description": "", "source": ""}
+    with pytest.raises(ValidationError, match=r"trainer.residual"):
+        RlMethod(**named, trainer={"activations": True, "residual": "sparse"})
+    with pytest.raises(ValidationError, match="BF16"):
+        RlMethod(**named, rollout={"weights": True, "residual": "sparse"})
+    with pytest.raises(ValidationError, match="8 bits"):
+        RlMethod(**named, rollout={"activations": True, "residual": "sparse"}, format="mxfp4_w4a8")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("quads", "channels"), ("resq", "sparse")])
+def test_methods_carry_the_residual_to_the_engine_and_never_to_the_trainer(name, kind):
+    method = load_method(METHODS / f"{name}.yaml")
+    rollout, trainer = (quant(FormatChoice()) for quant in (method.rollout_quant, method.trainer_quant))
+    assert rollout == QuantSpec(residual=kind)
+    assert trainer == QuantSpec(activations=name == "resq", kv=name == "resq")
+    bf16_trainer = method.model_copy(update={"trainer": type(method.trainer)()})
+    assert bf16_trainer.trainer_quant(FormatChoice()).residual == "none"
+    quarter = load_method(METHODS / "quads@rollout.residual_share=0.25.yaml")
+    assert quarter.rollout_quant(FormatChoice()).residual_share == 0.25
+
+
+@pytest.mark.parametrize("kind", ["channels", "sparse"])
+def test_pytorch_engines_model_multiplies_with_the_compensated_inputs(tmp_path, kind):
+    random_weights(tmp_path, num_layers=2, initializer_range=0.06)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    same = dict.fromkeys(range(2), 256.0)
+    order = {"fc1": dict.fromkeys(range(2), tuple(range(64))), "fc2": dict.fromkeys(range(2), tuple(range(31, -1, -1)))}
+    scales = StaticScales(fc1=same, fc2=same, k=same, v=same, residual=order)
+    qat = attach(model, quant=QuantSpec(residual=kind), scales=scales)
+    assert not qat.fused_experts
+    covered = {"fc1": torch.arange(32), "fc2": torch.arange(16, 32)}
+    for tensor, cols in (("fc1", 64), ("fc2", 32)):
+        x, _ = rows(48, cols)
+        channels = covered[tensor] if kind == "channels" else None
+        with qat.forward(mode="rtn"):
+            got = qat.quantize(x, layer=1, tensor=tensor)
+        xhat = NVFP4.fake_quant(x, 256.0)
+        expected = compensated(x, xhat, fmt=NVFP4, encode_scale=256.0, kind=kind, channels=channels)
+        assert torch.equal(got, expected) and not torch.equal(got, xhat.bfloat16())

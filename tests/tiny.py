@@ -58,7 +58,7 @@ def tiny_policy(directory: Path, *, seed: int = 0) -> None:
 
 
 def tiny_run(root: Path, *, config: ExperimentConfig) -> RunPaths:
-    """Checkpoint, RL problems and constant scales under ``root``."""
+    """Checkpoint, RL problems, constant scales and channels in their order under ``root``."""
     torch.set_num_threads(1)
     paths = RunPaths(config.run, root=root)
     tiny_policy(paths.checkpoint)
@@ -67,7 +67,8 @@ def tiny_run(root: Path, *, config: ExperimentConfig) -> RunPaths:
     (paths.data / "manifest.json").write_text(json.dumps({"digest": "test"}))
     layers = dict.fromkeys(range(3), ENCODE_SCALE)
     paths.scales.parent.mkdir(parents=True)
-    StaticScales(fc1=layers, fc2=layers, k=layers, v=layers).save(paths.scales)
+    residual = {"fc1": dict.fromkeys(layers, tuple(range(64))), "fc2": dict.fromkeys(layers, tuple(range(32)))}
+    StaticScales(fc1=layers, fc2=layers, k=layers, v=layers, residual=residual).save(paths.scales)
     return paths
 
 
