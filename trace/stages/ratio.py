@@ -10,9 +10,10 @@ is what an importance weight should contain. What the trainer can put there, wit
     estimate     log pi_train,new - log pi_rollout,old     the truncated weight's exponent, which also holds the gap
     difference   log pi_train,new - log pi_train,old       of two forwards that round alike (same mode, same record)
 
-in BF16, QAT, RTN on the recorded scale, and guided. In FP4 any small change of the weights flips codes, and r holds
-these flips beside what the update meant. So each is also compared with ``smooth``, the log-ratio that a BF16 engine
-gives the very same tokens: an estimate that follows r but not ``smooth`` follows the flips.
+in BF16, QAT, RTN on the recorded scale, and guided, with the old routing replayed (``no_r3``: with live routing). In
+FP4 any small change of the weights flips codes, and r holds these flips beside what the update meant. So each is also
+compared with ``smooth``, the log-ratio that a BF16 engine gives the very same tokens: an estimate that follows r but not
+``smooth`` follows the flips.
 
 Controls: all of it with BF16 rollouts and a BF16 trainer; ``floor``, the engine scoring its own tokens with the *old*
 weights (decode against batched prefill, the part of r that is noise of the engine); ``shuffled``, r after an update
@@ -76,7 +77,10 @@ FORWARDS = {
     "trace_gated": TRACE_GATED,
     "trace_all": TRACE_ALL,
     "full": TRACE_FULL,
+    "bf16_no_r3": BF16_FORWARD.without_replay(),
+    "qat_no_r3": QAT.without_replay(),
 }
+BF16_FORWARDS = {name: FORWARDS[name] for name in ("bf16", "bf16_no_r3")}
 SHUFFLED = "shuffled"
 STEP_METRICS = ("reward", "gap_mean", "grad_norm", "learning_rate", "is_ess", "is_truncated")
 
@@ -140,7 +144,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
             "steps": [{name: step[name] for name in STEP_METRICS if name in step} for step in study.steps],
             "weights_moved": {str(name): distance(study.versions[0], new) for name, new in study.weights.items()},
             "fp4": compare(study.fp4, study.scores, smooth=smooth, forwards=FORWARDS, **measure),
-            "bf16": compare(*control, smooth=control[1], forwards={"bf16": BF16_FORWARD}, **measure),
+            "bf16": compare(*control, smooth=control[1], forwards=BF16_FORWARDS, **measure),
         }
         result["gap_by_updates"] = gap_table(result)
         result["seconds"] = time.perf_counter() - started
