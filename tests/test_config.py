@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from trace_rl.config import generate, stages
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_experiment, load_method, load_suite, parse_experiment
+from trace_rl.config.quant import BF16, PRESETS, FormatChoice, QuantSpec
 from trace_rl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +87,9 @@ def test_a_stage_reads_only_the_settings_it_is_given(stage):
     read = {
         section
         for name in own
-        for section in re.findall(r"(?<![\w.])(?:self\.|this\.)?config\.(\w+)\b(?! import)", files[name].read_text())
+        for section in re.findall(
+            r"(?<![\w.])(?:self\.|this\.|context\.)?config\.(\w+)\b(?! import)", files[name].read_text()
+        )
         if section in ExperimentConfig.model_fields
     }
     given = {name.partition(".")[0] for name in stages.SECTIONS[stage]}
@@ -151,6 +154,85 @@ def test_configuration_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_format_is_one_word_or_one_per_scope_and_survives_json(name):
+    choice = FormatChoice.model_validate(name)
+    assert choice.preset == str(choice) == choice.model_dump(mode="json") == name
+    assert FormatChoice(**PRESETS[name]) == choice
+    quant = QuantSpec(format=name)
+    assert QuantSpec.model_validate(json.loads(json.dumps(quant.model_dump(mode="json")))) == quant
+    assert QuantSpec(**quant.model_dump(mode="json")) == quant
+
+
+def test_formats_by_scope_survive_json_and_hash_by_what_they_quantize():
+    parts = {"weights": "hif4", "activations": "mxfp8", "kv": "mxfp4_even"}
+    quant = QuantSpec(format=parts)
+    assert quant.model_dump(mode="json")["format"] == parts
+    assert QuantSpec.model_validate_json(quant.model_dump_json()) == quant
+    assert [quant.format_of(where) for where in ("weights", "fc1", "fc2", "k", "v")] == [
+        "hif4", "mxfp8", "mxfp8", "mxfp4_even", "mxfp4_even"]  # fmt: skip
+    assert quant.recordable() == ("k", "v")
+    hashes = {QuantSpec(format=name).hash() for name in PRESETS}
+    assert len(hashes | {quant.hash(), BF16.hash()}) == len(PRESETS) + 2
+    # The format of a scope in BF16 is no part of what is quantized.
+    off = {"activations": False, "kv": False}
+    assert QuantSpec(format="mxfp4", **off).hash() == QuantSpec(format="mxfp4_w4a8", **off).hash()
+    assert QuantSpec(format="mxfp4", weights=False, **off).hash() == BF16.hash()
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("mxfp6", "format 'mxfp6' is unknown; choose one of nvfp4"),
+        ("mxfp8", "format 'mxfp8' is unknown"),
+        ({"weights": "int4"}, "format.weights"),
+        ({"weights": "mxfp8"}, "Set weights: mxfp4; format mxfp4_w4a8"),
+        ({"kv": "mxfp8"}, "Set kv: mxfp4"),
+        ({"activations": "hscale"}, "Set activations: nvfp4"),
+        ({"kv": "hscale"}, "Set kv: nvfp4"),
+        ("hscale", "set format: nvfp4 and use ptq_hscale"),
+    ],
+)
+def test_a_senseless_format_is_refused_with_a_remedy(format, message):
+    with pytest.raises(UserError) as caught:
+        parse_experiment({"format": format}, source="x.yaml")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        (
+            "trace@format=mxfp4_w4a8",
+            "guidance of fc1 follows E2M1 codewords, and mxfp8 has none; set guidance.tensors: k,v",
+        ),
+        ("trace@format.kv=hif4", "hif4 has none; set guidance.tensors: fc1"),
+        ("trace@format=hif4", "set guidance: null"),
+        ("qat@format=hscale", "quantize afterwards with ptq_hscale"),
+        ("trace@format=fouroversix_mae+guidance.scale_bits=2", "fouroversix picks between two far ones"),
+        ("ptq_4over6@format.weights=mxfp8", "Set weights: mxfp4"),
+    ],
+)
+def test_a_format_that_does_not_suit_a_method_is_refused_with_a_remedy(variant, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_method(ROOT / f"config/methods/{variant}.yaml")
+
+
+def test_variants_set_formats_and_guided_tensors():
+    method = load_method(ROOT / "config/methods/trace@format=mxfp4_w4a8+guidance.tensors=k,v.yaml")
+    assert method.guidance.tensors == ("k", "v")
+    assert (
+        method.rollout_quant(FormatChoice()) == method.trainer_quant(FormatChoice()) == QuantSpec(format="mxfp4_w4a8")
+    )
+    assert load_method(ROOT / "config/methods/trace@guidance.tensors=fc1.yaml").guidance.tensors == ("fc1",)
+    naive = load_method(ROOT / "config/methods/fp4_naive@format.kv=mxfp4.yaml")
+    assert naive.trainer_quant(FormatChoice()).format_of("k") == "mxfp4"
+    plain = load_method(ROOT / "config/methods/trace.yaml")
+    assert plain.rollout_quant(FormatChoice.model_validate("mxfp4")) == QuantSpec(format="mxfp4")
+    with pytest.raises(UserError, match="set guidance: null"):
+        plain.rollout_quant(FormatChoice.model_validate("hif4"))
 
 
 def test_two_bit_scales_are_refused_for_fouroversix(tmp_path: Path) -> None:

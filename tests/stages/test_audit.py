@@ -12,7 +12,7 @@ from trace_rl import formats
 from trace_rl.config.quant import BF16, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.export import export_packed
-from trace_rl.models.observed_formats import on_fp4_grid, quantized_weight, resident_formats
+from trace_rl.models.observed_formats import on_fp4_grid, on_grid, quantized_weight, resident_formats
 from trace_rl.models.scopes import expected_format
 from trace_rl.qat.attach import attach
 from trace_rl.rollout.engine import open_engine
@@ -186,6 +186,16 @@ def test_the_grid_tells_fp4_from_bf16(format_name):
     assert on_fp4_grid(x, block_size=fmt.block_size) == 0.0
     assert on_fp4_grid(fmt.fake_quant(x, 60.0).bfloat16(), block_size=fmt.block_size) == 1.0
     assert on_fp4_grid(torch.zeros(4, 64), block_size=fmt.block_size) == 0.0
+
+
+@pytest.mark.parametrize("format_name", ["mxfp8", "hif4"])
+def test_the_grids_of_other_formats_are_told_from_bf16(format_name):
+    fmt = formats.get(format_name)
+    x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) ** 3).bfloat16()
+    assert on_grid(x, format_name=format_name) == 0.0
+    assert on_grid(fmt.fake_quant(x).bfloat16(), format_name=format_name) == 1.0
+    assert on_grid(formats.get("mxfp4").fake_quant(x.roll(5, dims=1)).bfloat16(), format_name="hif4") < 0.5
+    assert on_grid(torch.zeros(4, 64).bfloat16(), format_name=format_name) == 0.0
 
 
 def test_merged_and_reordered_parameters_are_found_by_their_rows():

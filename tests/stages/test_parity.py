@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trace_rl.config.experiment import ParityConfig
-from trace_rl.config.quant import BF16, QuantSpec
+from trace_rl.config.quant import BF16, FormatChoice, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.qat.attach import attach
 from trace_rl.rollout.engine import Sampling, open_engine
@@ -33,10 +33,25 @@ def test_the_gate_is_green_fresh_and_after_a_refit(tiny_run):
 
 def test_the_gate_and_the_audit_hold_for_blocks_of_32(new_run):
     run = new_run()
-    config = run.config.model_copy(update={"format": "mxfp4"})
+    config = run.config.model_copy(update={"format": FormatChoice.model_validate("mxfp4")})
     calibrate.run(config, run.paths)
     assert parity.run(config, run.paths)["passed"]
     assert audit.run(config, run.paths)["num_fp4"] == 18
+
+
+def test_formats_by_scope_pass_both_gates_and_what_is_not_pinned_is_not_judged(new_run):
+    run = new_run()
+    config = run.config.model_copy(update={"format": FormatChoice.model_validate("mxfp4_w4a8")})
+    calibrate.run(config, run.paths)
+    metrics = parity.run(config, run.paths)
+    verdicts = {row["mode"]: row["verdict"] for row in metrics["rows"]}
+    assert verdicts["bf16 rollout, BF16 trainer"] == "passed"
+    assert {verdict for mode, verdict in verdicts.items() if mode.startswith("fp4")} == {"reported"}
+    rows = {row["name"]: row for row in audit.run(config, run.paths)["rows"]}
+    found = {name.rpartition(".")[2]: row for name, row in rows.items() if ".layers.1." in name}
+    expected = {"gate_up_proj": "mxfp4", "fc1_input": "mxfp8", "fc2_input": "mxfp8", "v_cache": "mxfp4"}
+    for name, format_name in expected.items():
+        assert {found[name][column] for column in audit.COLUMNS} == {format_name}
 
 
 @pytest.mark.parametrize("quant", [BF16, QuantSpec()], ids=["bf16", "fp4"])

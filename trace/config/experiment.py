@@ -167,7 +167,7 @@ class ExperimentConfig(Section):
     def _check(self) -> "ExperimentConfig":
         if self.format.weights == "hscale":
             raise ValueError(
-                "format: hscale searches the scales of a finished policy; set format: nvfp4 and add the method ptq_hscale"
+                "format: hscale searches the scales of a finished policy; set format: nvfp4 and use ptq_hscale"
             )
         if self.sampling.max_new_tokens >= self.engine.max_model_len:
             raise ValueError(

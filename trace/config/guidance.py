@@ -49,7 +49,12 @@ class GuidanceSpec(Section):
 FULL = GuidanceSpec(bits=4, layers="all")
 
 
+def recordable(spec: GuidanceSpec, *, quant: QuantSpec) -> GuidanceSpec | None:
+    """The spec for the tensors of it that ``quant`` rounds to codewords; None where there is none."""
+    tensors = tuple(tensor for tensor in spec.tensors if tensor in quant.recordable())
+    return spec.model_copy(update={"tensors": tensors}) if tensors else None
+
+
 def full_recording(quant: QuantSpec) -> GuidanceSpec | None:
     """Whole codes of all layers, of the tensors that ``quant`` rounds to codewords; None where there is none."""
-    tensors = quant.recordable()
-    return FULL.model_copy(update={"tensors": tensors}) if tensors else None
+    return recordable(FULL, quant=quant)

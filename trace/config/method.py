@@ -7,7 +7,14 @@ from pydantic import Field, model_validator
 from trace_rl.config.base import Section
 from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.loss import GrpoLoss, Loss
-from trace_rl.config.quant import RESIDUAL_SHARE, WITHOUT_CODEWORDS, FormatChoice, ResidualKind, check_residual
+from trace_rl.config.quant import (
+    RESIDUAL_SHARE,
+    WITHOUT_CODEWORDS,
+    FormatChoice,
+    QuantSpec,
+    ResidualKind,
+    check_residual,
+)
 from trace_rl.errors import UserError
 
 NAME = r"^[a-z][a-z0-9_]*(@[a-zA-Z0-9_.,=+-]+)?$"
@@ -128,6 +135,17 @@ class RlMethod(Section):
         self.check_format(chosen)
         return chosen
 
+    def rollout_quant(self, default: FormatChoice) -> QuantSpec:
+        """What the rollout engine quantizes, and how; ``default`` are the experiment's formats."""
+        return QuantSpec(format=self.formats(default), **self.rollout.model_dump())
+
+    def trainer_quant(self, default: FormatChoice) -> QuantSpec:
+        """What the trainer may quantize; a BF16 trainer is attached with the rollout's scopes and runs them off."""
+        scopes = self.trainer if self.trainer.enabled else self.rollout
+        return QuantSpec(
+            format=self.formats(default), weights=scopes.weights, activations=scopes.activations, kv=scopes.kv
+        )
+
     def check_format(self, chosen: FormatChoice) -> None:
         """UserError for formats that this method cannot be trained with."""
         if self.rollout.residual != "none" and chosen.activations == "mxfp8":
@@ -137,8 +155,8 @@ class RlMethod(Section):
             )
         if chosen.weights == "hscale":
             raise UserError(
-                f"method {self.name}: format hscale searches the scales of a finished policy once; training changes the "
-                "weights in every step. Set format: nvfp4, or quantize afterwards with ptq_hscale"
+                f"method {self.name}: format hscale searches the scales of a finished policy once; training changes "
+                "the weights in every step. Set format: nvfp4, or quantize afterwards with ptq_hscale"
             )
         if self.guidance is None:
             return

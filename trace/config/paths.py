@@ -39,6 +39,11 @@ class RunPaths:
         return self.base / "calibration" / "metrics.json"
 
     @property
+    def importance(self) -> Path:
+        """Summed squares of the routed experts' input columns (safetensors), for ``hscale``."""
+        return self.base / "calibration" / "importance.safetensors"
+
+    @property
     def audit(self) -> Path:
         return self.base / "audit" / "metrics.json"
 

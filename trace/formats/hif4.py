@@ -51,11 +51,23 @@ class HiF4(PackedFormat):
     def _fake_quant(self, x: Tensor, encode_scale: EncodeScale) -> Tensor:
         return self._quantize_codes(x, encode_scale)[2]
 
+    def near_roundings(self, x: Tensor) -> list[Tensor]:
+        """float32 roundings of x on the bases up to one octave around the usual one.
+
+        Rounding moves a block's largest value, so a rounded block is on the grid of one of these, not always the usual.
+        """
+        usual = _base_codes(block_amax(x.unflatten(-1, (-1, self.block_size))) / 7).to(torch.int16)
+        shifts = range(-(1 << _MANTISSA_BITS), (1 << _MANTISSA_BITS) + 1)
+        codes = [(usual + shift).clamp_(0, LARGEST_BASE).to(torch.uint8) for shift in shifts]
+        return [self._on_base(x, code)[2] for code in codes]
+
     def _quantize_codes(self, x: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
+        return self._on_base(x, _base_codes(block_amax(x.unflatten(-1, (-1, self.block_size))) / 7))
+
+    def _on_base(self, x: Tensor, base_code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fours = x.float().unflatten(-1, (-1, 16, 4))
         max4 = block_amax(fours)
         max8 = max4.unflatten(-1, (8, 2)).amax(-1)
-        base_code = _base_codes(max8.amax(-1) / 7)
         base = _base_values(base_code).unsqueeze(-1)
         e8 = (max8 >= 4 * base).to(torch.uint8)  # products with powers of two are exact, quotients are not
         wide8 = e8.repeat_interleave(2, -1)

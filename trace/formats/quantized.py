@@ -112,6 +112,11 @@ class PackedFormat(Format):
     scale_bytes = 1
     """Scale bytes of one block."""
 
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits of one value, block scales included."""
+        return 4 + 8 * self.scale_bytes / self.block_size
+
     @abstractmethod
     def _quantize_codes(self, x: Tensor, encode_scale: EncodeScale) -> tuple[Tensor, Tensor, Tensor]:
         """As `quantize_codes`, of a checked, contiguous x."""

@@ -3,16 +3,18 @@
 A quantized parameter `P` of shape [E, R, C] becomes three tensors in the safetensors file:
 
     P.codes         uint8 [E, R, C/2]      E2M1 codes, even column in the low nibble
-    P.block_scale   uint8 [E, R, C/block]  scale bytes (E4M3, or E8M0 for mxfp4)
+    P.block_scale   uint8 [E, R, C/block]  scale bytes (E4M3, or E8M0 for mxfp4; hif4 has four per block of 64)
     P.encode_scale  float32 [E]            global scale G, one per expert; gate and up share one
 
 The input is the BF16-rounded weight, as in rollout and trainer, so the export dequantizes to exactly what both multiply
-with. The written files are read back and compared bitwise. Scale bytes are scanned for NaN. `config.json` gains
+with. ``hscale`` searches its block scales by the importance of each expert's input columns and stores plain NVFP4. The
+written files are read back and compared bitwise. Scale bytes are scanned for NaN. `config.json` gains
 `quantization_config` with `quant_method: trace_nvfp4`, `packed: true`, the quant spec and the static scales.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,18 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trace_rl import formats
 from trace_rl.config.quant import QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import INDEX, MANIFEST, iterate_tensors, read_json, write_json
+from trace_rl.models.families import cast_parameters
 from trace_rl.models.scopes import BF16_NAME, Selector, is_expert_weight
 
 QUANT_METHOD = "trace_nvfp4"
 PARTS = ("codes", "block_scale", "encode_scale")
-E4M3_NAN, E8M0_NAN = 0x7F, 0xFF
 
 
 @dataclass(frozen=True)
@@ -64,27 +66,44 @@ def expert_encode_scales(weight: Tensor, *, format_name: str) -> Tensor:
     return formats.get(format_name).encode_scale(weight.abs().amax(dim=(1, 2)).float())
 
 
-def pack_tensor(weight: Tensor, *, name: str, format_name: str) -> PackedTensor:
-    """Pack a BF16 [E, R, C] weight ([R, C] counts as one expert). UserError for NaN, Inf and ragged blocks."""
+def pack_tensor(weight: Tensor, *, name: str, format_name: str, importance: Tensor | None = None) -> PackedTensor:
+    """Pack a BF16 [E, R, C] weight ([R, C] counts as one expert). UserError for NaN, Inf and ragged blocks.
+
+    ``importance`` float32 [E, C], for ``hscale`` alone: a row of zeros (an idle expert) counts all columns the same.
+    """
     if weight.dtype != torch.bfloat16:
         raise UserError(f"{name}: {weight.dtype} weight; quantize the BF16-rounded weight, never the FP32 master")
-    fmt = formats.get(format_name)
-    if weight.shape[-1] % fmt.block_size:
+    block_size = formats.packed(format_name).block_size
+    if weight.shape[-1] % block_size:
         raise UserError(
-            f"{name}: last dimension {weight.shape[-1]} is not a multiple of the {format_name} block {fmt.block_size}"
+            f"{name}: last dimension {weight.shape[-1]} is not a multiple of the {format_name} block {block_size}"
         )
     formats.check_finite(weight, name)
     experts = weight if weight.dim() == 3 else weight[None]
     scale = expert_encode_scales(experts, format_name=format_name)
-    rows = experts.shape[1]
-    quantized = fmt.quantize(experts.reshape(-1, experts.shape[-1]), scale.repeat_interleave(rows))
+    codecs = _codecs(format_name, name=name, experts=experts, importance=importance)
+    parts = [codec.quantize(expert, g) for codec, expert, g in zip(codecs, experts, scale, strict=True)]
     packed = PackedTensor(
-        codes=quantized.codes.view(*weight.shape[:-1], -1).contiguous(),
-        block_scale=quantized.block_scale.view(torch.uint8).view(*weight.shape[:-1], -1).contiguous(),
+        codes=torch.stack([part.codes for part in parts]).view(*weight.shape[:-1], -1),
+        block_scale=torch.stack([part.block_scale for part in parts]).view(*weight.shape[:-1], -1),
         encode_scale=scale,
     )
     scan_scales(packed, name=name, format_name=format_name)
     return packed
+
+
+def _codecs(format_name: str, *, name: str, experts: Tensor, importance: Tensor | None) -> list[formats.PackedFormat]:
+    """The format of each expert; with ``hscale`` they differ by their columns' importance."""
+    if format_name != "hscale":
+        return [formats.packed(format_name)] * len(experts)
+    if importance is None:
+        raise UserError(f"{name}: hscale needs the importance of its input columns; run the calibration stage again")
+    if importance.shape != (experts.shape[0], experts.shape[2]):
+        raise UserError(
+            f"{name}: importance of shape {tuple(importance.shape)} does not belong to a weight of shape "
+            f"{tuple(experts.shape)}; calibrate this model again"
+        )
+    return [formats.packed("hscale", importance=h if bool(h.any()) else None) for h in importance]
 
 
 def unpack_tensor(packed: PackedTensor, *, format_name: str) -> Tensor:
@@ -93,7 +112,7 @@ def unpack_tensor(packed: PackedTensor, *, format_name: str) -> Tensor:
     experts = shape[0] if len(shape) == 3 else 1
     rows = packed.codes.numel() // shape[-1] // experts
     stored = formats.QuantizedTensor(
-        format=formats.get(format_name),
+        format=formats.packed(format_name),
         codes=packed.codes.reshape(-1, shape[-1]),
         block_scale=packed.block_scale.reshape(-1, packed.block_scale.shape[-1]),
         encode_scale=packed.encode_scale.repeat_interleave(rows),
@@ -104,10 +123,7 @@ def unpack_tensor(packed: PackedTensor, *, format_name: str) -> Tensor:
 
 def scan_scales(packed: PackedTensor, *, name: str, format_name: str) -> None:
     """Refuse NaN scale bytes and encode scales that are not positive finite numbers."""
-    if format_name == "mxfp4":
-        bad = packed.block_scale == E8M0_NAN
-    else:
-        bad = (packed.block_scale & 0x7F) == E4M3_NAN
+    bad = formats.packed(format_name).nan_scales(packed.block_scale)
     if bool(bad.any()):
         raise UserError(f"{name}.block_scale: {int(bad.sum())} NaN scale bytes; the weights or the file are damaged")
     if not bool((torch.isfinite(packed.encode_scale) & (packed.encode_scale > 0)).all()):
@@ -121,11 +137,13 @@ def export_packed(
     quant: QuantSpec,
     scales: StaticScales | None,
     select: Selector = is_expert_weight,
+    importance: Mapping[str, Tensor] | None = None,
 ) -> list[TensorReport]:
     """Write the packed checkpoint of ``policy_dir`` into the existing directory ``target``.
 
-    ``select`` names the parameters (Hugging Face names, experts fused) to pack. Raises UserError for NaN weights,
-    ragged blocks, or when what was written does not read back bitwise.
+    ``select`` names the parameters (Hugging Face names, experts fused) to pack; ``importance`` holds the weight of each
+    one's columns, for ``hscale``. Raises UserError for NaN weights, ragged blocks, or when what was written does not
+    read back bitwise.
     """
     config = read_json(policy_dir / "config.json")
     if "quantization_config" in config:
@@ -136,14 +154,17 @@ def export_packed(
         state.pop("lm_head.weight", None)
     written: dict[str, Tensor] = {}
     reports = []
+    format_name = quant.format.weights
     for name, tensor in state.items():
         formats.check_finite(tensor, name)
         if not select(name):
             written[name] = tensor.contiguous()
             continue
-        packed = pack_tensor(tensor, name=name, format_name=quant.format)
+        packed = pack_tensor(
+            tensor, name=name, format_name=format_name, importance=None if importance is None else importance.get(name)
+        )
         written.update({f"{name}.{part}": getattr(packed, part) for part in PARTS})
-        values = unpack_tensor(packed, format_name=quant.format)
+        values = unpack_tensor(packed, format_name=format_name)
         reports.append(_report(name, tensor=tensor, packed=packed, values=values))
     if not reports:
         raise UserError(f"{policy_dir}: no parameter to quantize; expected routed experts")
@@ -202,9 +223,20 @@ def quantization_of(directory: Path) -> dict[str, Any]:
     return config
 
 
+def check_packed(directory: Path, *, quant: QuantSpec) -> None:
+    """UserError unless the export's weights are in the format that ``quant`` asks for."""
+    held = QuantSpec.model_validate(quantization_of(directory)["quant"]).format_of("weights")
+    asked = quant.format_of("weights")
+    if asked != held:
+        raise UserError(
+            f"{directory}: the checkpoint holds {held} expert weights, the engine was asked for {asked or 'BF16'} "
+            "ones; use a BF16 checkpoint"
+        )
+
+
 def read_packed(directory: Path) -> dict[str, Tensor]:
     """All parameters under Hugging Face names: packed ones dequantized to float32, the others as stored."""
-    format_name = QuantSpec.model_validate(quantization_of(directory)["quant"]).format
+    format_name = QuantSpec.model_validate(quantization_of(directory)["quant"]).format.weights
     whole: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in iterate_tensors(directory):
@@ -225,7 +257,7 @@ def read_packed(directory: Path) -> dict[str, Tensor]:
 
 def packed_scopes(directory: Path) -> dict[str, str]:
     """Parameter name -> format, from the tensors that are really in the files."""
-    format_name = QuantSpec.model_validate(quantization_of(directory)["quant"]).format
+    format_name = QuantSpec.model_validate(quantization_of(directory)["quant"]).format.weights
     scopes = {}
     for name, tensor in iterate_tensors(directory):
         stem, _, part = name.rpartition(".")
@@ -234,3 +266,19 @@ def packed_scopes(directory: Path) -> dict[str, str]:
         else:
             scopes[name] = BF16_NAME if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
     return scopes
+
+
+def load_packed(directory: Path) -> PreTrainedModel:
+    """The exported policy as a transformers model: BF16 parameters that hold the values the codes stand for."""
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config)
+    cast_parameters(model, torch.bfloat16)
+    own = dict(model.named_parameters())
+    stored = read_packed(directory)
+    if missing := sorted(set(own) - set(stored)):
+        raise UserError(f"{directory}: {missing[0]} is missing; export the policy again")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(stored[name])
+    return model

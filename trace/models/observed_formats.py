@@ -2,8 +2,10 @@
 
 No declaration is read. A weight operand is compared bit for bit with the checkpoint's tensor (``bf16``) and with its
 quantized values (the format's name); it is ``unknown`` when it is neither, ``unseen`` when no product used it. An
-activation is on the FP4 grid when every block is a set of E2M1 multiples of one step; BF16 numbers practically never
-are (16 random values would all have to lie within the BF16 rounding of 15 points).
+activation is on the grid of an E2M1 format when every block is a set of E2M1 multiples of one step; BF16 numbers
+practically never are (16 random values would all have to lie within the BF16 rounding of 15 points). Formats of the
+same block and codes are not told apart by their activations. MXFP8 gives its own values back unchanged, and HiF4 does
+for one of the bases near the block's largest value: BF16 numbers have mantissa bits that neither keeps.
 
 Two ways in, for two kinds of model: the operand tap for transformers models, whose module names are the checkpoint's;
 ``resident_formats`` for an engine that merges and reorders parameters (vLLM's qkv_proj, w13_weight): there every *row*
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from trace_rl import formats
+from trace_rl.config.quant import FormatChoice
+from trace_rl.formats.hif4 import HiF4
 from trace_rl.models.operands import operand_tap, storage_values
 from trace_rl.models.scopes import BF16_NAME
 
@@ -51,17 +55,29 @@ def on_fp4_grid(x: Tensor, *, block_size: int) -> float:
     return float(fits.float().mean())
 
 
+def on_grid(x: Tensor, *, format_name: str) -> float:
+    """Share of the non-zero blocks of BF16 ``x`` [..., cols] whose values the format can hold."""
+    fmt = formats.get(format_name)
+    if isinstance(fmt, formats.CodewordFormat):
+        return on_fp4_grid(x, block_size=fmt.block_size)
+    blocks = x.detach().reshape(-1, fmt.block_size)
+    blocks = blocks[blocks.any(1)]
+    candidates = fmt.near_roundings(blocks) if isinstance(fmt, HiF4) else [fmt.fake_quant(blocks)]
+    fits = torch.stack([(candidate == blocks.float()).all(1) for candidate in candidates])
+    return float(fits.any(0).float().mean()) if len(blocks) else 0.0
+
+
 class FormatObserver:
     """Collects the formats of parameters and activations of one model over any number of forwards.
 
     ``reference``: the checkpoint's BF16 tensors under Hugging Face names, experts fused.
     """
 
-    def __init__(self, model: nn.Module, *, reference: Mapping[str, Tensor], format_name: str) -> None:
+    def __init__(self, model: nn.Module, *, reference: Mapping[str, Tensor], choice: FormatChoice) -> None:
         self.model = model
         self.reference = reference
-        self.format_name = format_name
-        self.block_size = formats.get(format_name).block_size
+        self.choice = choice
+        self.block_size = formats.get(choice.weights).block_size
         self.seen: dict[str, set[str]] = {}
         self.parameters = dict(model.named_parameters())
         self.owned: dict[str, list[str]] = {}
@@ -114,28 +130,24 @@ class FormatObserver:
             return BF16_NAME
         if reference.dim() == 1 or reference.shape[-1] % self.block_size:
             return UNKNOWN
-        quantized = quantized_weight(reference, format_name=self.format_name)
-        return self.format_name if torch.equal(values.float(), quantized.float()) else UNKNOWN
+        quantized = quantized_weight(reference, format_name=self.choice.weights)
+        return self.choice.weights if torch.equal(values.float(), quantized.float()) else UNKNOWN
 
     def _activation(self, module: str, *, index: int, side: str, operand: Tensor) -> None:
         tensor = None
         if module.endswith(".experts") and side == "left":
-            tensor = ("fc1_input", "fc2_input")[index]
+            tensor, scope = ("fc1_input", "fc2_input")[index], "activations"
         elif module.endswith(".self_attn") and side == "right":
-            tensor = ("k_cache", "v_cache")[index]
+            tensor, scope = ("k_cache", "v_cache")[index], "kv"
             operand = operand.transpose(1, 2) if index == 0 else operand
         if tensor is not None:
-            self.seen.setdefault(f"{module}.{tensor}", set()).add(self.activation_format(operand))
-
-    def activation_format(self, x: Tensor) -> str:
-        """The format of an activation operand."""
-        return activation_format(x, format_name=self.format_name)
+            found = activation_format(operand, format_name=self.choice.of(scope))
+            self.seen.setdefault(f"{module}.{tensor}", set()).add(found)
 
 
 def activation_format(x: Tensor, *, format_name: str) -> str:
     """``format_name`` when the values are on its grid, else bf16."""
-    share = on_fp4_grid(x.contiguous(), block_size=formats.get(format_name).block_size)
-    return format_name if share >= GRID_SHARE else BF16_NAME
+    return format_name if on_grid(x.contiguous(), format_name=format_name) >= GRID_SHARE else BF16_NAME
 
 
 def row_hashes(x: Tensor) -> Tensor:

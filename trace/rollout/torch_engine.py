@@ -4,6 +4,8 @@ Incremental decoding with the Hugging Face cache, the same model code as the tra
 V are quantized as they enter the cache (``QuantizedCache.update``), never again when they are read: quantizing twice is
 not the identity. So every attention read comes from codes that were recorded, as in vLLM.
 
+A packed export runs as what its codes stand for, and cannot be refitted.
+
 Prompts are padded on the left; padding is masked, its positions and records are thrown away. Everything is written to
 buffers with one slot per (sequence, position), and a last slot for what nobody will read.
 
@@ -25,6 +27,8 @@ from trace_rl.config.rollout import EngineConfig
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.record import ModelDims, RecordLayout
+from trace_rl.models.checkpoint_io import read_json
+from trace_rl.models.export import check_packed, load_packed
 from trace_rl.qat.attach import Qat, attach
 from trace_rl.qat.attention import flatten_heads, quantize_heads
 from trace_rl.rollout.engine import Sampling, check_prompts, check_recording, sample_seed
@@ -99,8 +103,15 @@ class TorchEngine:
         capture: bool = False,
     ) -> None:
         self.quant, self.scales, self.config, self.capture = quant, scales, config, capture
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.bfloat16).eval()
-        self.qat = attach(self.model, quant=quant, scales=scales)
+        self.packed = "quantization_config" in read_json(checkpoint_dir / "config.json")
+        if self.packed:
+            check_packed(checkpoint_dir, quant=quant)
+            self.model = load_packed(checkpoint_dir).eval()
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.bfloat16).eval()
+        # The weights of an export are what its codes stand for; rounding them again would move them.
+        rounds = quant.model_copy(update={"weights": False}) if self.packed else quant
+        self.qat = attach(self.model, quant=rounds, scales=scales)
         self.dims = self.qat.dims
         self.eos_ids = _eos_ids(self.model, checkpoint_dir)
         self.policy_version = 0
@@ -143,6 +154,8 @@ class TorchEngine:
     @torch.no_grad()
     def load_policy(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy a complete policy under Hugging Face names; tied weights may be left out."""
+        if self.packed:
+            raise UserError("load_policy: this engine runs an export; open it on a BF16 checkpoint to give it others")
         own = dict(self.model.named_parameters())
         missing = set(own)
         for name, tensor in tensors.items() if isinstance(tensors, dict) else tensors:

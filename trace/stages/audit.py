@@ -26,7 +26,7 @@ from trace_rl.models.checkpoint_io import read_json, replaced_directory, validat
 from trace_rl.models.export import export_packed, packed_scopes, quantization_of
 from trace_rl.models.observed_formats import UNSEEN, FormatObserver, activation_format, resident_formats
 from trace_rl.models.operands import operand_tap
-from trace_rl.models.scopes import activation_names, expected_format
+from trace_rl.models.scopes import BF16_NAME, activation_names, expected_format
 from trace_rl.qat.attach import attach
 from trace_rl.rollout.engine import Sampling, open_engine
 from trace_rl.rollout.torch_engine import TorchEngine
@@ -62,10 +62,10 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         )
         differences = differing_rows(rows)
         metrics = {
-            "format": config.format,
+            "format": str(config.format),
             "engine": config.engine.name,
             "num_checked": len(rows),
-            "num_fp4": sum(row["expected"] == quant.format for row in rows),
+            "num_fp4": sum(row["expected"] != BF16_NAME for row in rows),
             "differences": differences,
             "rows": rows,
             "passed": not differences,
@@ -75,7 +75,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         tracker.log_metrics({"num_checked": len(rows), "num_differences": len(differences)})
         tracker.log_artifact(paths.audit)
     require_agreement(rows)
-    print(f"scope audit: {len(rows)} tensors, {metrics['num_fp4']} of them {quant.format}, no difference")
+    print(f"scope audit: {len(rows)} tensors, {metrics['num_fp4']} of them in {quant.format}, no difference")
     return metrics
 
 
@@ -103,7 +103,7 @@ def trainer_formats(
 
 def observe_trainer(model, qat, *, reference: Mapping[str, Tensor], quant: QuantSpec) -> dict[str, str]:
     """The observed formats of an attached model in a forward that rounds to nearest."""
-    observer = FormatObserver(model, reference=reference, format_name=quant.format)
+    observer = FormatObserver(model, reference=reference, choice=quant.format)
     input_ids = torch.tensor(probe_ids(model.config.get_text_config().vocab_size))
 
     def forward() -> None:
@@ -141,16 +141,16 @@ def generate_probe(engine, *, vocab_size: int) -> None:
 
 def observe_torch_engine(engine: TorchEngine, *, reference: Mapping[str, Tensor]) -> dict[str, str]:
     """The engine runs a transformers model, so the operand tap sees everything."""
-    observer = FormatObserver(engine.model, reference=reference, format_name=engine.quant.format)
+    observer = FormatObserver(engine.model, reference=reference, choice=engine.quant.format)
     observer.run(lambda: generate_probe(engine, vocab_size=engine.model.config.get_text_config().vocab_size))
     return observer.formats()
 
 
 def observe_vllm_engine(engine, *, reference: Mapping[str, Tensor]) -> dict[str, str]:
     """Weights as resident; FC1 inputs, K and V as captured; FC2 inputs from products with a resident FC2 weight."""
-    format_name, dims = engine.quant.format, engine.dims
+    choice, dims = engine.quant.format, engine.dims
     resident = engine.resident_weights()
-    found = resident_formats(resident, reference=reference, format_name=format_name)
+    found = resident_formats(resident, reference=reference, format_name=choice.weights)
     names = activation_names(reference, attention_layers=dims.attention_layers)
     by_layer = {(_layer(name), name.rpartition(".")[2]): name for name in names}
     fc2_layers = {
@@ -162,7 +162,7 @@ def observe_vllm_engine(engine, *, reference: Mapping[str, Tensor]) -> dict[str,
     def on_product(module: str, index: int, left: Tensor, right: Tensor) -> None:
         layer = fc2_layers.get(right.untyped_storage().data_ptr())
         if layer is not None:
-            fc2.setdefault(layer, set()).add(activation_format(left, format_name=format_name))
+            fc2.setdefault(layer, set()).add(activation_format(left, format_name=choice.activations))
 
     with operand_tap(None, on_product):
         generate_probe(engine, vocab_size=reference[embedding_name(reference)].shape[0])
@@ -171,7 +171,7 @@ def observe_vllm_engine(engine, *, reference: Mapping[str, Tensor]) -> dict[str,
     kinds = {"fc1": "fc1_input", "k": "k_cache", "v": "v_cache"}
     for layer, tensor in engine.captured[0]:
         values = torch.cat([operands[layer, tensor] for operands in engine.captured])
-        found[by_layer[layer, kinds[tensor]]] = activation_format(values, format_name=format_name)
+        found[by_layer[layer, kinds[tensor]]] = activation_format(values, format_name=choice.of(tensor))
     return found
 
 

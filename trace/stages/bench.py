@@ -34,9 +34,9 @@ import torch
 
 from trace_rl import formats, tracking
 from trace_rl.config.experiment import ExperimentConfig
-from trace_rl.config.guidance import FULL, GuidanceSpec
+from trace_rl.config.guidance import FULL, GuidanceSpec, recordable
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.quant import BF16, QuantSpec
+from trace_rl.config.quant import BF16, FormatChoice, QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.accounting import bytes_per_token
@@ -99,7 +99,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
         measured = Measured()
         for quant in (BF16, QuantSpec(format=config.format), BF16):
             measure(config, paths, quant=quant, prompts=prompts, measured=measured)
-        sizes = byte_sizes(paths.checkpoint, format_name=config.format)
+        sizes = byte_sizes(paths.checkpoint, choice=config.format)
         result = {
             "rows": [
                 row | {"prompt_tokens": num_tokens(prompts[:batch])}
@@ -110,7 +110,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
             "bytes": sizes,
             "num_sequences": config.bench.num_sequences,
             "prompt_tokens": num_tokens(prompts[: config.bench.num_sequences]),
-            "format": config.format,
+            "format": str(config.format),
             "engine": config.engine.name,
             "environment": environment(),
             "seconds": time.perf_counter() - started,
@@ -200,9 +200,15 @@ def take_turns(
     return elapsed
 
 
+def recording_of(mode: str, *, quant: QuantSpec) -> GuidanceSpec | None:
+    """What a mode records of an engine's formats: those without codewords leave nothing to record."""
+    spec = RECORDINGS[mode]
+    return None if spec is None else recordable(spec, quant=quant)
+
+
 def timed_generate(engine: RolloutEngine, workload: Workload, *, mode: str) -> Elapsed:
     """One generate() call, gathering of the record included; routing is recorded in every mode."""
-    recording, length = RECORDINGS[mode], workload.output_length
+    recording, length = recording_of(mode, quant=engine.quant), workload.output_length
     switch_recording(engine, recording, token=workload.prompts[0][0])
     sampling = Sampling(temperature=1.0, max_new_tokens=length, seed=SEED, ignore_eos=True)
     started, started_cpu = time.perf_counter(), time.process_time()
@@ -306,22 +312,24 @@ def metrics(result: dict[str, Any]) -> dict[str, float]:
     return rates | costs
 
 
-def byte_sizes(checkpoint: Path, *, format_name: str) -> dict[str, float]:
-    """Exact bytes of guidance and KV per token and of the experts, in BF16 and in the format's packed form."""
+def byte_sizes(checkpoint: Path, *, choice: FormatChoice) -> dict[str, float]:
+    """Exact bytes of guidance and KV per token and of the experts, in BF16 and in the formats' packed form."""
     dims = ModelDims.from_config(read_json(checkpoint / "config.json"))
-    block = formats.get(format_name).block_size
+    quant = QuantSpec(format=choice)
+    kv_bytes, weight_bytes = (formats.packed(name).bits_per_value / 8 for name in (choice.kv, choice.weights))
     kv_values = 2 * dims.num_kv_heads * dims.head_dim * len(dims.attention_layers)
     expert_values = sum(tensor.numel() for name, tensor in iterate_tensors(checkpoint) if is_expert_weight(name))
     global_scales = 4 * 2 * dims.num_experts * len(dims.moe_layers)
     sizes = {
         "kv_per_token_bf16": 2.0 * kv_values,
-        "kv_per_token_fp4": kv_values * (0.5 + 1 / block),
+        "kv_per_token_fp4": kv_values * kv_bytes,
         "expert_weights_bf16": 2.0 * expert_values,
-        "expert_weights_fp4": expert_values * (0.5 + 1 / block) + global_scales,
+        "expert_weights_fp4": expert_values * weight_bytes + global_scales,
     }
-    for mode, recording in RECORDINGS.items():
+    for mode in RECORDINGS:
+        recorded = recording_of(mode, quant=quant)
         sizes[f"guidance_per_token_{mode}"] = (
-            0 if recording is None else bytes_per_token(recording, dims, block_size=block)
+            0 if recorded is None else bytes_per_token(recorded, dims, block_size=formats.block_sizes(choice))
         )
     return sizes
 

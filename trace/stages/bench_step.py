@@ -37,11 +37,11 @@ from trace_rl.config.load import load_method
 from trace_rl.config.method import RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.errors import UserError
-from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
 from trace_rl.rl.trainer import Trainer
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
 from trace_rl.stages.bench import median_interval
+from trace_rl.stages.calibrated_scales import calibrated_scales
 from trace_rl.stages.measure import Spread, environment, environment_line, fresh_process, spread
 from trace_rl.stages.train import TrainRun, build_trainer
 from trace_rl.tasks.problem import read_jsonl
@@ -94,7 +94,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, Any]:
             "rounds": config.bench.step_rounds,
             "together": config.bench.step_together,
             "warm_up_steps": config.bench.step_warmup,
-            "format": config.format,
+            "format": str(config.format),
             "emulated": True,
             "engine": config.engine.name,
             "environment": found | {"threads": threads},
@@ -161,7 +161,7 @@ class OpenMethod:
         validate_checkpoint(paths.checkpoint, quant=quant)
         tokenizer = AutoTokenizer.from_pretrained(paths.checkpoint)
         model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16)
-        scales = StaticScales.load(paths.scales) if quant.activations or quant.kv else None
+        scales = calibrated_scales(config, paths, quant=quant)
         self.engine = open_engine(paths.checkpoint, quant=quant, scales=scales, config=config.engine)
         self.trainer = build_trainer(this, model=model, engine=FixedLength(self.engine), tokenizer=tokenizer)
         reward_until_end(self.trainer, eos_id=tokenizer.eos_token_id)

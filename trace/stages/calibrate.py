@@ -7,8 +7,13 @@ its norm and RoPE) and V, per layer:
     G = encode_scale(margin * amax)          448*6 / (margin * amax) for NVFP4
 
 ``margin`` is headroom for what training moves; larger values saturate. Sequences of equal length form a batch, so no
-padding is ever measured. A second pass measures every format's relative error, sum (x - xhat)^2 / sum x^2, with scales
-made in this way (weights: one scale per expert, no margin).
+padding is ever measured. The scales are those of the experiment's format; methods with another have theirs from the
+same magnitudes (`trace_rl.stages.calibrated_scales`). A second pass measures every format's relative error,
+sum (x - xhat)^2 / sum x^2, with scales made in this way (weights: one scale per expert, no margin). The first pass also
+sums the squares of each expert's input columns, which H-Scale weighs rounding errors with.
+
+Another pass orders the experts' input channels by mean |X - Q(X)|, for rollouts that compensate the largest
+(`trace_rl.formats.residual_channels`).
 
 Experts that no token was routed to are reported as idle: they receive no gradient, and their weights go untested.
 """
@@ -17,17 +22,18 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trace_rl import formats, tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.quant import BF16, QuantSpec
-from trace_rl.errors import UserError
+from trace_rl.config.quant import BF16, FormatName, QuantSpec
+from trace_rl.formats.residual_channels import ResidualMagnitude
 from trace_rl.formats.static_scales import TENSORS, StaticScales
 from trace_rl.guidance.record import ModelDims
 from trace_rl.models.checkpoint_io import iterate_tensors, validate_checkpoint, write_json
@@ -35,12 +41,15 @@ from trace_rl.models.families import moe_layers
 from trace_rl.models.operands import operand_tap
 from trace_rl.qat.attach import Qat, attach
 from trace_rl.rollout.engine import Sampling, open_engine
+from trace_rl.stages.calibrated_scales import static_scales, tensor_formats
+from trace_rl.stages.input_importance import measured_importance
 from trace_rl.stages.rl_prompts import rl_prompts
 from trace_rl.trajectory import Trajectory
 
 SEED = 1 << 40
 """Sampling seed of the calibration responses, apart from those of training."""
-FORMATS = ("nvfp4", "mxfp4", "fouroversix")
+FORMATS: tuple[FormatName, ...] = ("nvfp4", "mxfp4", "fouroversix", "hif4", "mxfp8")
+"""Formats whose errors are measured, of every tensor alike."""
 MICRO_BATCH = 16
 
 OnOperand = Callable[[int, str, Tensor], None]
@@ -57,10 +66,12 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         trajectories = sample(config, paths)
         model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16, local_files_only=True)
         qat = attach(model, quant=BF16)
-        amax = measure_amax(model, qat, trajectories=trajectories)
-        scales = static_scales(amax, format_name=config.format, margin=config.calibrate.margin)
+        with measured_importance(model) as importance:
+            amax = measure_amax(model, qat, trajectories=trajectories)
+        scales = static_scales(amax, names=tensor_formats(config.format), margin=config.calibrate.margin)
+        scales = with_residual_channels(scales, model, qat, trajectories=trajectories, config=config)
         metrics = {
-            "format": config.format,
+            "format": str(config.format),
             "margin": config.calibrate.margin,
             "num_sequences": len(trajectories),
             "num_tokens": sum(t.num_tokens - 1 for t in trajectories),
@@ -71,6 +82,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         }
         paths.scales.parent.mkdir(parents=True, exist_ok=True)
         scales.save(paths.scales)
+        save_file(importance, paths.importance)
         write_json(paths.calibration_metrics, metrics)
         tracker.log_metrics(metrics)
         tracker.log_artifact(paths.scales)
@@ -150,20 +162,18 @@ def measure_amax(
     return amax
 
 
-def static_scales(amax: dict[str, dict[int, float]], *, format_name: str, margin: float) -> StaticScales:
-    """Encode scales from calibrated magnitudes with headroom ``margin``."""
-    fmt = formats.get(format_name)
-    by_tensor = {
-        tensor: {layer: float(fmt.encode_scale(torch.tensor(layers[layer] * margin))) for layer in sorted(layers)}
-        for tensor, layers in amax.items()
-    }
-    for tensor, layers in by_tensor.items():
-        for layer, scale in layers.items():
-            if not 0 < scale < float("inf"):
-                raise UserError(
-                    f"encode scale of {tensor} in layer {layer} is {scale}; look for NaN or Inf in the weights"
-                )
-    return StaticScales(**by_tensor)
+def with_residual_channels(
+    scales: StaticScales,
+    model: PreTrainedModel,
+    qat: Qat,
+    *,
+    trajectories: Sequence[Trajectory],
+    config: ExperimentConfig,
+) -> StaticScales:
+    """The scales with the experts' input channels ordered by the residual that the experiment's format leaves."""
+    residual = ResidualMagnitude(fmt=formats.get(config.format.activations), scales=scales)
+    tap_operands(model, qat, trajectories=trajectories, on_operand=residual.add)
+    return replace(scales, residual=residual.order())
 
 
 def describe_routing(trajectories: Sequence[Trajectory], *, dims: ModelDims) -> dict[str, object]:
@@ -209,7 +219,7 @@ def format_errors(
     errors = {kind: {name: RelativeError() for name in FORMATS} for kind in kinds}
     codecs = {name: formats.get(name) for name in FORMATS}
     margin = config.calibrate.margin
-    scales = {name: static_scales(amax, format_name=name, margin=margin) for name in FORMATS}
+    scales = {name: static_scales(amax, names=dict.fromkeys(TENSORS, name), margin=margin) for name in FORMATS}
 
     def on_operand(layer: int, tensor: str, x: Tensor) -> None:
         x = x.contiguous()

@@ -1,11 +1,11 @@
 """Stage ``evaluate``: accuracy of a policy on held-out problems in BF16 and in FP4 execution, through lm-eval.
 
-Both executions run on the rollout engine, greedily. BF16 quantizes nothing. FP4 quantizes weights, activations and KV
-in the experiment's format with the calibrated static scales, whatever precision the policy was trained for: what is
-compared is how the finished policies stand deployment in FP4.
+Both executions run on the rollout engine, greedily. BF16 quantizes nothing. FP4 is the execution that the method rolled
+out in: its own formats, scopes and residual compensation. A policy whose rollouts were BF16, and the one before RL, run
+with weights, activations and KV in the experiment's format. Scales are the calibrated static ones in every case. So
+what is compared is how finished policies stand deployment in FP4, each in the FP4 it was made for.
 
-A PTQ method's policy is its base method's; its FP4 execution is that of the packed export, in the method's own format.
-On the PyTorch engine, which reads no packed files, the same weights are quantized on loading, to the same bits.
+A PTQ method's policy is its base method's; its FP4 execution is that of the packed export, in the method's own formats.
 
 The standard error is sqrt(p (1 - p) / (n - 1)), the sample's; n is reported with it.
 """
@@ -36,6 +36,7 @@ from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
 from trace_rl.models.export import quantization_of
 from trace_rl.rollout.lm_eval_model import TraceLM
+from trace_rl.stages.calibrated_scales import calibrated_scales
 from trace_rl.tasks.lm_eval_tasks import bind_tasks, local_tasks
 
 SAMPLES_KEPT = 4
@@ -90,18 +91,24 @@ def executions_of(
     """The BF16 and the FP4 execution of a policy; UserError where an earlier stage has not run."""
     if not isinstance(method, PtqMethod):
         policy = paths.checkpoint if method is None else _policy(paths, method.name, seed)
-        quant = QuantSpec(format=config.format)
-        fp4 = Execution(policy, quant, StaticScales.load(paths.scales))
+        quant = fp4_quant(config, method)
+        fp4 = Execution(policy, quant, calibrated_scales(config, paths, quant=quant))
     else:
         policy, packed = _policy(paths, method.base, seed), paths.quantized(method.name, seed)
         if not (packed / "config.json").is_file():
             raise UserError(f"{packed}: {method.name} with seed {seed} is not exported; run its quantize stage first")
         stored = quantization_of(packed)
         scales = StaticScales.from_json(stored["scales"])
-        directory = packed if config.engine.name == "vllm" else policy
-        fp4 = Execution(directory, QuantSpec.model_validate(stored["quant"]), scales)
+        fp4 = Execution(packed, QuantSpec.model_validate(stored["quant"]), scales)
     validate_checkpoint(policy, quant=fp4.quant)
     return {"bf16": Execution(policy, BF16, None), "fp4": fp4}
+
+
+def fp4_quant(config: ExperimentConfig, method: RlMethod | None) -> QuantSpec:
+    """The method's rollout quantization when that is FP4, else the experiment's format on all scopes."""
+    if method is not None and method.rollout.enabled:
+        return method.rollout_quant(config.format)
+    return QuantSpec(format=config.format)
 
 
 def evaluate_execution(config: ExperimentConfig, paths: RunPaths, execution: Execution) -> dict[str, Any]:

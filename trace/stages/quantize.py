@@ -1,12 +1,16 @@
 """Stage ``quantize``: a PTQ method exports the final policy of its base method as packed FP4.
 
 Weights: one encode scale per expert and matrix, from the trained BF16 weights. Activations and KV use the static scales
-of the calibration; for a format other than the experiment's they are recomputed from the calibrated magnitudes. The
-result is a checkpoint directory that the vLLM engine loads as it is.
+of the calibration; for a format other than the experiment's they are recomputed from the calibrated magnitudes.
+``hscale`` weighs rounding errors with the calibration's importance of each expert's input columns: of the policy before
+RL, as everything the calibration measures. The result is a checkpoint directory that the vLLM engine loads as it is.
 """
 
 import time
 from dataclasses import asdict
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
@@ -14,16 +18,14 @@ from trace_rl.config.method import PtqMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import QuantSpec
 from trace_rl.errors import UserError
-from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import (
-    read_json,
     replaced_directory,
     validate_checkpoint,
     weights_digest,
     write_json,
 )
 from trace_rl.models.export import export_packed
-from trace_rl.stages.calibrate import static_scales
+from trace_rl.stages.calibrated_scales import calibrated_scales
 
 
 def run(config: ExperimentConfig, paths: RunPaths, *, method: PtqMethod, seed: int) -> dict[str, object]:
@@ -37,7 +39,13 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: PtqMethod, seed: i
     with tracking.stage_run(config, stage="quantize", paths=paths, wildcards=wildcards) as tracker:
         validate_checkpoint(policy, quant=quant)
         with replaced_directory(paths.quantized(method.name, seed)) as target:
-            reports = export_packed(policy, target=target, quant=quant, scales=scales_for(config, paths, quant=quant))
+            reports = export_packed(
+                policy,
+                target=target,
+                quant=quant,
+                scales=calibrated_scales(config, paths, quant=quant),
+                importance=importance_for(paths, quant=quant),
+            )
             bf16_bytes = sum(report.bf16_bytes for report in reports)
             packed_bytes = sum(report.packed_bytes for report in reports)
             metrics = {
@@ -67,10 +75,10 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: PtqMethod, seed: i
     return metrics
 
 
-def scales_for(config: ExperimentConfig, paths: RunPaths, *, quant: QuantSpec) -> StaticScales:
-    """The calibrated static scales, in the format that ``quant`` names."""
-    if quant.format == config.format:
-        return StaticScales.load(paths.scales)
-    calibrated = read_json(paths.calibration_metrics)
-    amax = {t: {int(layer): value for layer, value in layers.items()} for t, layers in calibrated["amax"].items()}
-    return static_scales(amax, format_name=quant.format, margin=calibrated["margin"])
+def importance_for(paths: RunPaths, *, quant: QuantSpec) -> dict[str, Tensor] | None:
+    """The columns' importance from the calibration, for the format that searches its scales by it."""
+    if quant.format.weights != "hscale":
+        return None
+    if not paths.importance.is_file():
+        raise UserError(f"{paths.importance}: no such file; run the calibration stage, which writes it")
+    return load_file(paths.importance)

@@ -1,4 +1,4 @@
-# Static encode scales of activations and KV, idle experts, format errors.
+# Static encode scales of activations and KV, importance of the experts' input columns, idle experts, format errors.
 rule calibrate:
     input:
         checkpoint=rules.checkpoint.output,
@@ -6,6 +6,7 @@ rule calibrate:
     output:
         scales=PATHS.scales,
         metrics=PATHS.calibration_metrics,
+        importance=PATHS.importance,
     log:
         f"{LOGS}/calibrate.log",
     benchmark:
