@@ -12,8 +12,8 @@ is what an importance weight should contain. What the trainer can put there, wit
 
 in BF16, QAT, RTN on the recorded scale, and guided, with the old routing replayed (``no_r3``: with live routing). In
 FP4 any small change of the weights flips codes, and r holds these flips beside what the update meant. So each is also
-compared with ``smooth``, the log-ratio that a BF16 engine gives the very same tokens: an estimate that follows r but not
-``smooth`` follows the flips.
+compared with ``smooth``, the log-ratio that a BF16 engine gives the very same tokens: an estimate that follows r but
+not ``smooth`` follows the flips.
 
 Controls: all of it with BF16 rollouts and a BF16 trainer; ``floor``, the engine scoring its own tokens with the *old*
 weights (decode against batched prefill, the part of r that is noise of the engine); ``shuffled``, r after an update
