@@ -44,19 +44,21 @@ def test_queue_trains_each_batch_staleness_versions_late():
             made = batch_of(trajectory(tokens=4, prompt_len=2, version=version))
             queue.push(QueuedBatch(index=next_index, batch=made, rewards=[1.0]))
             next_index += 1
-        kept, rewards, ages, dropped = queue.pop(policy_version=version)
-        assert len(kept) == len(rewards) == 1 and dropped == 0
-        seen.append(next(iter(ages)))
+        popped = queue.pop(policy_version=version)
+        assert len(popped.trajectories) == len(popped.rewards) == 1 and popped.dropped == 0
+        seen.append(next(iter(popped.ages)))
     assert seen == [0, 1, 2, 2, 2, 2]
 
 
 def test_queue_drops_and_counts_what_is_too_old():
     queue = StalenessQueue(staleness=0, max_version_diff=3)
     young, old = (trajectory(tokens=4, prompt_len=2, version=version) for version in (7, 6))
-    queue.push(QueuedBatch(index=0, batch=batch_of(young, old), rewards=[0.0, 1.0]))
-    kept, rewards, ages, dropped = queue.pop(policy_version=10)
-    assert [t.policy_version for t in kept] == [7] and rewards == [0.0]
-    assert dropped == 1 and ages == {3: 1, 4: 1}
+    kept_logprobs = {"off": [torch.tensor([-7.0]), torch.tensor([-6.0])]}
+    queue.push(QueuedBatch(index=0, batch=batch_of(young, old), rewards=[0.0, 1.0], old=kept_logprobs))
+    popped = queue.pop(policy_version=10)
+    assert [t.policy_version for t in popped.trajectories] == [7] and popped.rewards == [0.0]
+    assert popped.dropped == 1 and popped.ages == {3: 1, 4: 1}
+    assert popped.old == {"off": [torch.tensor([-7.0])]}
 
 
 def test_staleness_beyond_the_limit_is_refused_by_the_config():

@@ -4,10 +4,10 @@
     qat@format=mxfp4+training.staleness=3         two keys of qat.yaml
     bf16@loss.tis_cap=null
 
-The name is the whole definition, so an ablation needs no file of its own, two tables that ask for the same variant share
-its run, and a result says what it is. Values are read as YAML scalars; `k,v` is a list. A variant is a method like any
-other: its keys are checked by the same types, and a variant that changes nothing is refused, because it would be the
-same run under two names.
+The name is the whole definition, so an ablation needs no file of its own, two tables that ask for the same variant
+share its run, and a result says what it is. Values are read as YAML scalars; `k,v` is a list. A variant is a method
+like any other: its keys are checked by the same types, and a variant that changes nothing is refused, because it would
+be the same run under two names.
 """
 
 from typing import Any

@@ -7,6 +7,9 @@ versions old is dropped and counted. The queue is part of a checkpoint.
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from trace_rl.qat.context import Mode
 from trace_rl.trajectory import RolloutBatch, Trajectory
 
 
@@ -18,6 +21,19 @@ class QueuedBatch:
     """Number of the batch, which fixes its prompts and sampling seed."""
     batch: RolloutBatch
     rewards: list[float]
+    old: dict[Mode, list[Tensor]] | None = None
+    """Log-probs of each trajectory under the version that sampled it, by the trainer's forward; None: not kept."""
+
+
+@dataclass
+class Popped:
+    """What a step trains on: trajectories young enough, and the ages of all."""
+
+    trajectories: list[Trajectory]
+    rewards: list[float]
+    ages: Counter[int]
+    dropped: int
+    old: dict[Mode, list[Tensor]] | None
 
 
 @dataclass
@@ -37,14 +53,16 @@ class StalenessQueue:
         assert not self.batches or item.index == self.batches[-1].index + 1, "batches must be queued in order"
         self.batches.append(item)
 
-    def pop(self, *, policy_version: int) -> tuple[list[Trajectory], list[float], Counter[int], int]:
-        """The oldest batch: its young trajectories, their rewards, the ages of all, and the number dropped."""
+    def pop(self, *, policy_version: int) -> Popped:
+        """The oldest batch without the trajectories that are too old."""
         item = self.batches.popleft()
-        ages = Counter(policy_version - t.policy_version for t in item.batch.trajectories)
-        kept = [
-            (trajectory, reward)
-            for trajectory, reward in zip(item.batch.trajectories, item.rewards, strict=True)
-            if policy_version - trajectory.policy_version <= self.max_version_diff
-        ]
-        dropped = len(item.batch.trajectories) - len(kept)
-        return [t for t, _ in kept], [r for _, r in kept], ages, dropped
+        trajectories = item.batch.trajectories
+        ages = Counter(policy_version - t.policy_version for t in trajectories)
+        kept = [i for i, t in enumerate(trajectories) if policy_version - t.policy_version <= self.max_version_diff]
+        return Popped(
+            trajectories=[trajectories[i] for i in kept],
+            rewards=[item.rewards[i] for i in kept],
+            ages=ages,
+            dropped=len(trajectories) - len(kept),
+            old=None if item.old is None else {mode: [by[i] for i in kept] for mode, by in item.old.items()},
+        )

@@ -6,9 +6,8 @@
         one or more clipped, importance-weighted updates, the forward rounding as the method says
         refit the engine with the new BF16 weights
 
-Every random choice is a function of (seed, step, prompt, sample): a resumed run repeats none and skips none. Where this
-departs from the paper's setting: with one update per rollout, pi_old_train is the log-prob of the same forward,
-detached (equal by definition), instead of a separate pass.
+Every random choice is a function of (seed, step, prompt, sample): a resumed run repeats none and skips none. Which
+forwards the importance ratios compare is the method's `RatioSpec` (`trace_rl.rl.ratios`).
 """
 
 import time
@@ -31,11 +30,12 @@ from trace_rl.rl.advantages import group_advantages, informative_groups
 from trace_rl.rl.batch import PackedBatch, pack
 from trace_rl.rl.checkpoint import TrainState
 from trace_rl.rl.importance import truncated_weights
-from trace_rl.rl.losses.grpo import grpo_loss
+from trace_rl.rl.losses import LossInput, compute
 from trace_rl.rl.mismatch import logprob_gap
 from trace_rl.rl.optimizer import MasterAdamW
 from trace_rl.rl.prompts import PromptStream
 from trace_rl.rl.queue import QueuedBatch, StalenessQueue
+from trace_rl.rl.ratios import Ratios
 from trace_rl.rollout.engine import RolloutEngine, Sampling
 from trace_rl.trajectory import Trajectory
 
@@ -61,13 +61,21 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
-def response_logprobs(logits: Tensor, *, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens at the sampling temperature and the entropy there (float32 [N] both)."""
-    selected = logits[batch.response].float() / temperature
-    distribution = torch.log_softmax(selected, dim=-1)
+def response_distribution(logits: Tensor, *, batch: PackedBatch, temperature: float) -> Tensor:
+    """Log-probs of the vocabulary at every response token, at the sampling temperature (float32 [N, V])."""
+    return torch.log_softmax(logits[batch.response].float() / temperature, dim=-1)
+
+
+def sampled_logprobs(distribution: Tensor, *, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens and the entropy there (float32 [N] both)."""
     logprobs = distribution.gather(1, batch.targets[batch.response][:, None])[:, 0]
     entropy = -(distribution.detach().exp() * distribution.detach()).sum(-1)
     return logprobs, entropy
+
+
+def response_logprobs(logits: Tensor, *, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens at the sampling temperature and the entropy there (float32 [N] both)."""
+    return sampled_logprobs(response_distribution(logits, batch=batch, temperature=temperature), batch=batch)
 
 
 @dataclass
@@ -78,6 +86,8 @@ class StepInput:
     rewards: Tensor
     advantages: Tensor
     groups: Tensor
+    old: dict[Mode, list[Tensor]] | None = None
+    """Log-probs of each trajectory under the version that sampled it, by forward; None where they are not needed."""
 
 
 class Trainer:
@@ -111,6 +121,7 @@ class Trainer:
         self.seed = seed
         self.layout = None if method.guidance is None else self.record_layout(method.guidance)
         self.mode: Mode = "guided" if method.guidance else "rtn" if method.trainer.enabled else "off"
+        self.ratios = Ratios.of(method.ratio, mode=self.mode, training=training)
         self.optimizer = MasterAdamW(
             model,
             learning_rate=training.learning_rate,
@@ -126,7 +137,7 @@ class Trainer:
 
     def record_layout(self, spec: GuidanceSpec) -> RecordLayout:
         """How this engine records ``spec``: the layout depends on the format's block."""
-        return RecordLayout.build(spec, self.engine.dims, block_size=self.qat.fmt.block_size)
+        return self.qat.record_layout(spec)
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -136,7 +147,8 @@ class Trainer:
         started = time.perf_counter()
         while self.queue.missing():
             self.queue.push(self.roll_out(self.next_batch_index(), watch=watch))
-        trajectories, rewards, ages, dropped = self.queue.pop(policy_version=self.step_index)
+        popped = self.queue.pop(policy_version=self.step_index)
+        trajectories, rewards, ages, dropped = popped.trajectories, popped.rewards, popped.ages, popped.dropped
         metrics: dict[str, float] = {"step": self.step_index, "dropped_trajectories": dropped}
         metrics |= {f"staleness/{age}": count for age, count in sorted(ages.items())}
         if not trajectories:
@@ -147,7 +159,7 @@ class Trainer:
         advantages = group_advantages(reward, groups, std=self.training.advantage_std)
         before = dict(self.qat.seconds)
         metrics |= self.update(
-            StepInput(trajectories=trajectories, rewards=reward, advantages=advantages, groups=groups), watch=watch
+            StepInput(trajectories, rewards=reward, advantages=advantages, groups=groups, old=popped.old), watch=watch
         )
         # Part of the training forward, so not a phase of its own.
         metrics |= {f"quantize_s/{part}": self.qat.seconds[part] - before[part] for part in before}
@@ -171,6 +183,7 @@ class Trainer:
             max_new_tokens=self.max_new_tokens,
             n=self.training.samples_per_prompt,
             seed=(self.seed << 32) + index,
+            top_logprobs=self.method.loss.top_logprobs,
         )
         batch = self.engine.generate(
             [self.prompts.token_ids(problem) for problem in problems],
@@ -187,19 +200,22 @@ class Trainer:
             watch.add(phase, seconds)
         with watch.phase("reward"):
             rewards = [self.reward(problems[t.prompt_index], t.response_ids) for t in batch.trajectories]
-        self.newest_batch = QueuedBatch(index=index, batch=batch, rewards=rewards)
+        old = None
+        if self.ratios.from_sampling:
+            with watch.phase("old_logprobs"):
+                old = self.old_logprobs(batch.trajectories)
+        self.newest_batch = QueuedBatch(index=index, batch=batch, rewards=rewards, old=old)
         return self.newest_batch
 
     def update(self, data: StepInput, *, watch: Stopwatch) -> dict[str, float]:
         """All optimizer steps of one rollout batch."""
         parts = split_by_prompt(data.groups, parts=self.training.updates_per_rollout)
-        old = None
-        if len(parts) > 1:
-            with watch.phase("old_logprobs"), torch.no_grad():
-                old = self.old_logprobs(data)
-        totals: dict[str, list[Tensor]] = {"logprobs": [], "rollout": [], "entropy": []}
+        old = data.old
+        if self.ratios.from_current and len(parts) > 1:
+            with watch.phase("old_logprobs"):
+                old = self.old_logprobs(data.trajectories)
+        totals = Totals()
         metrics: dict[str, float] = {}
-        clipped = tokens = 0
         for part in parts:
             part_tokens = sum(data.trajectories[i].logprobs.numel() for i in part)
             for start in range(0, len(part), self.training.micro_batch_sequences):
@@ -207,48 +223,55 @@ class Trainer:
                 with watch.phase("transfer"):
                     batch = pack([data.trajectories[i] for i in rows], pad_id=self.pad_id)
                 with watch.phase("train_forward"):
-                    logprobs, entropy = self.forward(batch)
-                    old_rows = logprobs.detach() if old is None else torch.cat([old[i] for i in rows])
-                    weights = truncated_weights(old_rows, batch.rollout_logprobs, cap=self.method.loss.tis_cap)
-                    loss = grpo_loss(
-                        logprobs,
-                        old_logprobs=old_rows,
-                        weights=weights.weights,
+                    inputs, entropy = self.loss_input(
+                        batch,
+                        old=None
+                        if old is None
+                        else {mode: torch.cat([by[i] for i in rows]) for mode, by in old.items()},
                         advantages=data.advantages[rows][batch.trajectory_index],
-                        clip_low=self.method.loss.clip_low,
-                        clip_high=self.method.loss.clip_high,
                     )
+                    loss = compute(inputs, self.method.loss)
                 with watch.phase("train_backward"):
                     (loss.total / part_tokens).backward()
                     self.optimizer.accumulate()
-                clipped += int(loss.clipped)
-                tokens += batch.num_response_tokens
-                totals["logprobs"].append(old_rows)
-                totals["rollout"].append(batch.rollout_logprobs)
-                totals["entropy"].append(entropy)
+                totals.add(inputs, entropy=entropy, counts={"clipped": loss.clipped, **loss.counts})
             with watch.phase("optimizer"):
                 metrics |= self.optimizer.step()
-        logprobs, rollout = torch.cat(totals["logprobs"]), torch.cat(totals["rollout"])
-        weights = truncated_weights(logprobs, rollout, cap=self.method.loss.tis_cap)
-        metrics |= logprob_gap(logprobs, rollout)
-        metrics |= {
-            "is_truncated": weights.truncated,
-            "is_ess": weights.ess,
-            "entropy": float(torch.cat(totals["entropy"]).mean()),
-            "clip_fraction": clipped / tokens,
-            "response_tokens": tokens,
-            "replayed_fraction": self.qat.replayed_fraction if self.method.router_replay == "r3" else 0.0,
-        }
+        metrics |= totals.metrics(cap=self.method.loss.tis_cap)
+        metrics["replayed_fraction"] = self.qat.replayed_fraction if self.method.router_replay == "r3" else 0.0
         if self.layout is not None:
             metrics["guidance_bytes_per_token"] = self.layout.row_bytes
         return metrics
 
+    def loss_input(
+        self, batch: PackedBatch, *, old: dict[Mode, Tensor] | None, advantages: Tensor
+    ) -> tuple[LossInput, Tensor]:
+        """What the loss sees of a micro-batch, and the entropy [N]; ``old``: log-probs [N] of pi_old by forward."""
+        distribution = self.distribution(batch)
+        logprobs, entropy = sampled_logprobs(distribution, batch=batch)
+        with torch.no_grad():
+            now = {
+                mode: logprobs.detach() if mode == self.mode else self.forward(batch, mode=mode)[0]
+                for mode in self.ratios.forwards(has_old=old is not None)
+            }
+        wants_all = self.method.loss.top_logprobs > 0
+        inputs = LossInput(
+            logprobs=logprobs,
+            old_logprobs=(now if old is None else old)[self.ratios.mismatch],
+            rollout_logprobs=batch.rollout_logprobs,
+            ratio=self.ratios.staleness_ratio(logprobs, now=now, old=old),
+            advantages=advantages,
+            trajectory_index=batch.trajectory_index,
+            distribution=distribution if wants_all else None,
+            top_ids=batch.top_ids,
+            top_logprobs=batch.top_logprobs,
+        )
+        return inputs, entropy
+
     # Forward passes ---------------------------------------------------------------------------------------------
 
-    def forward(
-        self, batch: PackedBatch, *, mode: Mode | None = None, collect: Collector | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy of the response tokens under the method's forward (or ``mode``)."""
+    def distribution(self, batch: PackedBatch, *, mode: Mode | None = None, collect: Collector | None = None) -> Tensor:
+        """Log-probs of the vocabulary [N, V] under the method's forward (or ``mode``)."""
         mode = mode or self.mode
         with self.qat.forward(
             mode=mode,
@@ -258,15 +281,23 @@ class Trainer:
             collect=collect,
         ):
             logits = self.model(input_ids=batch.input_ids, attention_mask=batch.valid.long(), use_cache=False).logits
-        return response_logprobs(logits, batch=batch, temperature=self.temperature)
+        return response_distribution(logits, batch=batch, temperature=self.temperature)
 
-    def old_logprobs(self, data: StepInput) -> list[Tensor]:
-        """pi_old_train of every trajectory's response, before the first update."""
-        result: list[Tensor] = []
-        for start in range(0, len(data.trajectories), self.training.micro_batch_sequences):
-            rows = data.trajectories[start : start + self.training.micro_batch_sequences]
-            logprobs, _ = self.forward(pack(rows, pad_id=self.pad_id))
-            result += logprobs.split([t.logprobs.numel() for t in rows])
+    def forward(
+        self, batch: PackedBatch, *, mode: Mode | None = None, collect: Collector | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy of the response tokens under the method's forward (or ``mode``)."""
+        return sampled_logprobs(self.distribution(batch, mode=mode, collect=collect), batch=batch)
+
+    @torch.no_grad()
+    def old_logprobs(self, trajectories: list[Trajectory]) -> dict[Mode, list[Tensor]]:
+        """Log-probs of every trajectory's response under the present weights, in each forward the ratios compare."""
+        result: dict[Mode, list[Tensor]] = {mode: [] for mode in self.ratios.forwards(has_old=True)}
+        for start in range(0, len(trajectories), self.training.micro_batch_sequences):
+            rows = trajectories[start : start + self.training.micro_batch_sequences]
+            batch = pack(rows, pad_id=self.pad_id)
+            for mode, logprobs in result.items():
+                logprobs += self.forward(batch, mode=mode)[0].split([t.logprobs.numel() for t in rows])
         return result
 
     def policy_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -287,6 +318,48 @@ class Trainer:
         self.queue = state.queue
         self.step_index = state.step
         torch.set_rng_state(state.rng)
+
+
+def rows_of(old: dict[Mode, list[Tensor]] | None, rows: list[int]) -> dict[Mode, Tensor] | None:
+    """Flat log-probs of some trajectories, by forward."""
+    return None if old is None else {mode: torch.cat([by[i] for i in rows]) for mode, by in old.items()}
+
+
+class Totals:
+    """Metrics over the micro-batches of one rollout batch."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Tensor]] = {name: [] for name in ("own", "old", "rollout", "ratio", "entropy")}
+        self.counts: dict[str, float] = {}
+
+    def add(self, inputs: LossInput, *, entropy: Tensor, counts: dict[str, Tensor]) -> None:
+        """Take in one micro-batch."""
+        columns = (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.ratio, entropy)
+        for column, values in zip(self.columns.values(), columns, strict=True):
+            column.append(values.detach())
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + float(count)
+
+    def metrics(self, *, cap: float | None) -> dict[str, float]:
+        """Gap of the method's forward, the weights and ratios used, entropy, and what the loss counted, per token.
+
+        With several updates the gap of the later parts includes what the earlier ones moved.
+        """
+        own, old, rollout, ratio, entropy = (torch.cat(column) for column in self.columns.values())
+        weights = truncated_weights(old, rollout, cap=cap)
+        tokens = rollout.numel()
+        clipped = self.counts.pop("clipped")
+        return {
+            **logprob_gap(own, rollout),
+            "is_truncated": weights.truncated,
+            "is_ess": weights.ess,
+            "is_weight_mean": float(weights.weights.mean()),
+            "log_ratio_abs": float(ratio.log().abs().mean()),
+            "entropy": float(entropy.mean()),
+            "clip_fraction": clipped / tokens,
+            "response_tokens": tokens,
+            **{f"loss/{name}": count / tokens for name, count in self.counts.items()},
+        }
 
 
 def split_by_prompt(groups: Tensor, *, parts: int) -> list[list[int]]:

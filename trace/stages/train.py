@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from trace_rl import tracking
 from trace_rl.config.base import digest_of
 from trace_rl.config.experiment import ExperimentConfig
-from trace_rl.config.method import RlMethod, Scopes
+from trace_rl.config.method import RlMethod
+from trace_rl.config.overrides import with_overrides
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import QuantSpec
 from trace_rl.config.stages import code_digest, method_json
-from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import validate_checkpoint
 from trace_rl.qat.attach import attach
 from trace_rl.rl import checkpoint
@@ -33,6 +33,7 @@ from trace_rl.rl.prompts import PromptStream
 from trace_rl.rl.summary import summarize
 from trace_rl.rl.trainer import Trainer
 from trace_rl.rollout.engine import RolloutEngine, open_engine
+from trace_rl.stages.calibrated_scales import calibrated_scales
 from trace_rl.tasks.dataset import score
 from trace_rl.tasks.problem import Problem, read_jsonl
 
@@ -73,17 +74,18 @@ class TrainRun:
 
     @property
     def rollout_quant(self) -> QuantSpec:
-        return scoped(self.config, self.method.rollout)
+        return self.method.rollout_quant(self.config.format)
 
     @property
     def trainer_quant(self) -> QuantSpec:
-        """What the trainer may quantize; a BF16 trainer is attached with the rollout's scopes and runs them off."""
-        return scoped(self.config, self.method.trainer) if self.method.trainer.enabled else self.rollout_quant
+        """What the trainer may quantize; a BF16 trainer has the rollout's scopes and runs them off."""
+        return self.method.trainer_quant(self.config.format)
 
 
 def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: int) -> None:
     """Train ``method`` with ``seed``; writes ``policy/``, ``metrics.jsonl`` and ``metrics.json``."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    config = with_overrides(config, method.training)
     this = TrainRun(
         config=config,
         paths=paths,
@@ -125,11 +127,10 @@ def train(
     """Run the remaining steps on ``model``."""
     validate_checkpoint(this.paths.checkpoint, quant=this.rollout_quant)
     tokenizer = AutoTokenizer.from_pretrained(this.paths.checkpoint)
-    needs_scales = this.rollout_quant.activations or this.rollout_quant.kv
     engine = open_engine(
         this.paths.checkpoint,
         quant=this.rollout_quant,
-        scales=StaticScales.load(this.paths.scales) if needs_scales else None,
+        scales=calibrated_scales(this.config, this.paths, quant=this.rollout_quant),
         config=this.config.engine,
     )
     try:
@@ -226,11 +227,6 @@ def sample_table(this: TrainRun, trainer: Trainer, tokenizer: PreTrainedTokenize
         text = response_text(tokenizer, trajectory.response_ids)
         lines.append(f"{reward:.0f}  {problem.prompt!r} -> {text!r}  (reference {problem.answer!r})")
     return "\n".join(lines) + "\n"
-
-
-def scoped(config: ExperimentConfig, scopes: Scopes) -> QuantSpec:
-    """The experiment's format on some scopes."""
-    return QuantSpec(format=config.format, weights=scopes.weights, activations=scopes.activations, kv=scopes.kv)
 
 
 def run_identity(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: int) -> str:
