@@ -96,6 +96,7 @@ def compensation(
             )
         residual_hat = quantize(residual, encode_scale)
         return residual_hat.mul_(largest_of_group(residual_hat))
+    assert channels is not None
     # Blocks run over the gathered columns, as in a product that reads only those; a last one is filled up with zeros.
     gathered = residual.index_select(-1, channels)
     residual_hat = quantize(pad(gathered, (0, -len(channels) % fmt.block_size)), encode_scale)[..., : len(channels)]
