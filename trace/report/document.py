@@ -69,6 +69,8 @@ def write(document: Document, out: Path) -> None:
     """Write ``index.html`` (self-contained), ``report.md`` and the figures it shows."""
     env = environment()
     out.mkdir(parents=True, exist_ok=True)
+    for stale in out.glob("*.svg"):
+        stale.unlink()
     for figure in document.figures():
         (out / f"{figure.name}.svg").write_text(figure.svg)
     for template, name in (("index.html.j2", "index.html"), ("report.md.j2", "report.md")):

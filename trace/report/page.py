@@ -38,12 +38,9 @@ def build(context: Context) -> Document:
     return document(context, title=f"{TITLE}: run {context.summary['run']}", sections=sections)
 
 
-def document(
-    context: Context, *, title: str, sections: list[Section], topics: tuple[str, ...] | None = None
-) -> Document:
-    """The document, led by what disagrees with the paper."""
-    tested = context.claims if topics is None else context.about(*topics)
-    lead = [*paragraphs(tested, collapsed=context.collapsed()), ABOUT]
+def document(context: Context, *, title: str, sections: list[Section]) -> Document:
+    """A page of many sections, led by what disagrees with the paper."""
+    lead = [*paragraphs(context.claims, collapsed=context.collapsed(), evidence=False), ABOUT]
     return Document(title=title, lead=lead, sections=sections)
 
 

@@ -6,7 +6,7 @@ from trace_rl.config.targets import PAPER, STABILITY
 from trace_rl.errors import UserError
 from trace_rl.report.context import Context
 from trace_rl.report.document import Document, Section
-from trace_rl.report.page import TITLE, claims_section, document, ending
+from trace_rl.report.page import ABOUT, TITLE, claims_section, document, ending
 from trace_rl.report.sections.dynamics import dynamics
 from trace_rl.report.sections.gaps import gap_sources
 from trace_rl.report.sections.mismatch import mismatch
@@ -28,25 +28,19 @@ TARGETS: dict[str, tuple[Build, ...]] = {
     "storage": (storage,),
     "staleness": (staleness,),
     "ablations": (ablations,),
+    STABILITY: (stability,),
 }
-TOPICS = {"table1": ("table1", "table2")}
-"""Topics of a target's claims where they are not its name."""
 
 
 def build_target(context: Context, *, target: str) -> Document:
-    """The page of a target."""
+    """The page of a target; that of one table opens with its section, which says itself what disagrees."""
     title = f"{TITLE}: {target} of run {context.summary['run']}"
+    if target not in (*TARGETS, PAPER):
+        raise UserError(f"report of {target!r}: unknown target; choose one of {', '.join((*TARGETS, PAPER))}")
+    targets = [name for name in TARGETS if name != STABILITY] if target == PAPER else [target]
+    built = [build(context) for name in targets for build in TARGETS[name]]
+    found = [section for section in built if section is not None]
     if target == PAPER:
-        builds = [build for found in TARGETS.values() for build in found]
-        first = [claims_section(context)]
-    elif target == STABILITY:
-        builds, first = [stability], []
-    elif target in TARGETS:
-        builds, first = list(TARGETS[target]), []
-    else:
-        known = ", ".join((*TARGETS, PAPER, STABILITY))
-        raise UserError(f"report of {target!r}: unknown target; choose one of {known}")
-    sections = [*first, *(section for build in builds if (section := build(context)) is not None)]
-    sections += [time_section(context, with_claims=target == PAPER), *ending(context)]
-    topics = None if target in (PAPER, STABILITY) else TOPICS.get(target, (target,))
-    return document(context, title=title, sections=sections, topics=topics)
+        sections = [claims_section(context), *found, time_section(context, with_claims=True), *ending(context)]
+        return document(context, title=title, sections=sections)
+    return Document(title=title, lead=[ABOUT], sections=[*found, time_section(context), *ending(context)])

@@ -33,7 +33,9 @@ def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMetho
             seconds=rule_seconds(paths.base / "benchmarks"),
         )
         write(build(context), paths.report)
-        tracker.log_artifact(paths.report)
+        for path in sorted(paths.report.iterdir()):
+            if path.is_file():  # folders are the pages of targets, which log themselves
+                tracker.log_artifact(path, "report")
     print(f"report: {paths.report / 'index.html'}")
 
 

@@ -30,6 +30,7 @@ COLOURS = {
     "trace_full": "#64b5cd",
     "trace_unpinned": "#17a398",
     "trace_gated": "#6a51a3",
+    "trace_anchored": "#b5179e",
     "ptq_nvfp4": "#8c8c8c",
     "ptq_4over6": "#a9a9a9",
     "ptq_hscale": "#c6c6c6",
@@ -75,8 +76,10 @@ def panels(
         figure, grid = plt.subplots(
             rows, columns, figsize=(width, height * rows), layout="constrained", squeeze=False, sharey=len(draws) > 1
         )
-        for axes, draw in zip(grid.flat, draws, strict=False):
+        for index, (axes, draw) in enumerate(zip(grid.flat, draws, strict=False)):
             draw(axes)
+            if index % columns:
+                axes.set_ylabel("")
         for axes in grid.flat[len(draws) :]:
             axes.set_visible(False)
         if legend:
@@ -99,6 +102,9 @@ def compact(text: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
+    text = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 sans-serif", text)
+    text = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", text)
     text = re.sub(r"-?\d+\.\d+(?:e-?\d+)?", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), text)
     text = re.sub(r"[ \t]*\n[ \t]*", "\n", text)
     return re.sub(r' d="([^"]*)"', lambda match: f' d="{path_data(match[1])}"', text)

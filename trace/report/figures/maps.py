@@ -45,7 +45,7 @@ def heat_maps(
                     axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7)
             axes.set_xticks(np.arange(len(column_names)) + 0.5, column_names, fontsize=8)
             axes.set_yticks(np.arange(len(row_names)) + 0.5, row_names, fontsize=8)
-            axes.invert_yaxis()
+            axes.set_ylim(len(row_names), 0)
             axes.tick_params(length=0)
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(xlabel)

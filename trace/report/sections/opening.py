@@ -17,11 +17,12 @@ def opening(tested: Sequence[Claim], *, collapsed: Sequence[str] = ()) -> list[s
     return blocks
 
 
-def paragraphs(tested: Sequence[Claim], *, collapsed: Sequence[str] = ()) -> list[str]:
-    """Disagreement first."""
+def paragraphs(tested: Sequence[Claim], *, collapsed: Sequence[str] = (), evidence: bool = True) -> list[str]:
+    """Disagreement first; without ``evidence`` only what it is about."""
 
     def listed(verdict: str) -> str:
-        return "; ".join(claim.evidence for claim in tested if claim.verdict == verdict)
+        found = [claim for claim in tested if claim.verdict == verdict]
+        return "; ".join(claim.evidence if evidence else claim.statement for claim in found)
 
     decided = [claim for claim in tested if claim.verdict != UNTESTED]
     found = []

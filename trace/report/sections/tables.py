@@ -59,7 +59,8 @@ def table5(context: Context) -> Section:
     numbers = context.paper["table5"]
     reported = {name: numbers[row] for name, row in TABLE5_ROWS.items()}
     section = accuracy_page(context, target="table5", title="Table 5: how much guidance", reported=reported)
-    section.blocks.append(guidance_table(context, context.run_of(target_names(context.config, "table5"))))
+    names = context.run_of(target_names(context.config, "table5"))
+    section.blocks += [guidance_table(context, names), against_base(context, names)]
     return section
 
 
@@ -165,14 +166,14 @@ def ablations(context: Context) -> Section:
     names = context.run_of(target_names(context.config, "ablations"))
     blocks: list[str | Table | Figure] = [
         *opening([], collapsed=context.collapsed(names)),
-        off_comparisons(context, names),
+        against_base(context, names),
         accuracy_table(context, names),
         guidance_table(context, names),
     ]
     return Section("Ablations", blocks)
 
 
-def off_comparisons(context: Context, names: list[str]) -> Table:
+def against_base(context: Context, names: list[str]) -> Table:
     """Each variant against its own base: paired differences of accuracy and gap."""
     rows = []
     for name in names:

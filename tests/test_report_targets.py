@@ -1,0 +1,277 @@
+"""Pages of the paper's tables: complete, small, self-contained, and honest about what collapsed or is missing."""
+
+import re
+from collections import Counter
+
+import pytest
+from report_runs import artifacts, gap_sources, over_seeds, ratio, record, steps_of, summary_of
+
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.load import parse_experiment
+from trace_rl.config.targets import TARGETS, target_names
+from trace_rl.errors import UserError
+from trace_rl.report.context import Context
+from trace_rl.report.document import Figure, Table, write
+from trace_rl.report.labels import base, label, without
+from trace_rl.report.target_page import build_target
+
+SEEDS = (0, 1, 2)
+PAGE_LIMIT = 2_000_000
+"""Bytes of a page with everything its Markdown needs."""
+
+
+def a_method(name: str, *, level: float, layers: int = 8) -> dict:
+    scores = [level + shift for shift in (0.0, 0.013, -0.011)]
+    size = 0.0 if base(name) in ("bf16", "fp4_naive", "qat") else 144.0
+    return over_seeds(
+        fp4=scores,
+        bf16=[score + 0.02 for score in scores],
+        trained=not name.startswith("ptq_"),
+        gap=0.01,
+        guidance_bytes=size,
+        layers=layers,
+    )
+
+
+def a_context(config: ExperimentConfig, names: tuple[str, ...], *, num_steps: int = 270, **settings) -> Context:
+    methods = {name: a_method(name, level=0.5 + 0.002 * index) for index, name in enumerate(names)}
+    return Context(
+        summary=summary_of(methods),
+        config=config,
+        methods={},
+        runs={
+            (name, seed): steps_of(seed=seed + 10 * index, num=num_steps)
+            for index, name in enumerate(names)
+            if not name.startswith("ptq_")
+            for seed in SEEDS
+        },
+        artifacts=artifacts(),
+        seconds={f"train/{name}/seed{seed}": 300.0 + seed for name in names for seed in SEEDS},
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def config() -> ExperimentConfig:
+    return parse_experiment({"suite": {"seeds": list(SEEDS)}}, source="test")
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    """The page of the whole paper: every method of every table, three seeds, 270 steps, both analyses."""
+    context = a_context(
+        config,
+        target_names(config, "paper"),
+        analysis={"gap_sources": {s: gap_sources(layers=8) for s in SEEDS}, "ratio": {s: ratio() for s in SEEDS}},
+    )
+    out = tmp_path_factory.mktemp("paper")
+    write(build_target(context, target="paper"), out)
+    return context, out
+
+
+def test_the_whole_paper_is_small(whole):
+    context, out = whole
+    assert len(context.summary["methods"]) >= 25
+    assert (out / "index.html").stat().st_size < PAGE_LIMIT / 2
+    assert sum(path.stat().st_size for path in out.iterdir()) < PAGE_LIMIT
+
+
+def test_nothing_is_loaded_from_elsewhere(whole):
+    html = (whole[1] / "index.html").read_text()
+    assert not re.search(r"<(script|link|img|iframe|object|embed)\b", html)
+    targets = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", html)
+    assert targets and all(target.startswith("#") for target in targets)
+    assert not re.search(r"@import|url\((?!#)", html)
+
+
+def test_every_reference_inside_the_page_has_its_target(whole):
+    html = (whole[1] / "index.html").read_text()
+    ids = set(re.findall(r' id="([^"]+)"', html))
+    used = set(re.findall(r'href="#([^"]+)"', html)) | set(re.findall(r"url\(#([^)]+)\)", html))
+    assert used <= ids
+
+
+def test_figures_and_anchors_are_named_once(whole, config):
+    context, _ = whole
+    document = build_target(context, target="paper")
+    for names in ([f.name for f in document.figures()], [s.anchor for s in document.sections]):
+        assert max(Counter(names).values()) == 1
+
+
+def test_markdown_says_what_the_page_says(whole):
+    context, out = whole
+    document = build_target(context, target="paper")
+    markdown = (out / "report.md").read_text()
+    assert [line[3:] for line in markdown.splitlines() if line.startswith("## ")] == [
+        section.title for section in document.sections
+    ]
+    for figure in document.figures():
+        assert f"({figure.name}.svg)" in markdown and (out / f"{figure.name}.svg").is_file()
+    for claim in context.claims:
+        assert claim.statement.replace("|", "\\|") in markdown
+
+
+def test_the_claims_come_first_and_every_table_is_there(whole):
+    document = build_target(whole[0], target="paper")
+    titles = [section.title for section in document.sections]
+    assert titles[0] == "Paper beside here"
+    for title in ("Table 1", "Table 4", "Table 5", "Table 6", "Table 7", "Dynamics", "Codeword", "Where the gap"):
+        assert any(found.startswith(title) for found in titles), title
+    assert {"Storage", "Staleness", "Ablations", "Time", "Provenance"} <= set(titles)
+
+
+def test_every_number_of_the_paper_is_on_the_page(whole):
+    context, out = whole
+    markdown = (out / "report.md").read_text()
+
+    def leaves(value):
+        if isinstance(value, dict):
+            for inner in value.values():
+                yield from leaves(inner)
+        elif isinstance(value, list):
+            yield from value
+        else:
+            yield value
+
+    missing = [
+        value
+        for part, numbers in context.paper.items()
+        if part not in ("source", "settings")  # settings of the models that are not compared are left out
+        for value in leaves(numbers)
+        if str(value) not in markdown
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_has_a_page(target, config, tmp_path):
+    context = a_context(config, target_names(config, target), num_steps=12)
+    write(build_target(context, target=target), tmp_path)
+    assert (tmp_path / "index.html").stat().st_size < PAGE_LIMIT / 2
+
+
+def test_an_unknown_target_is_refused(config):
+    with pytest.raises(UserError, match="table3"):
+        build_target(a_context(config, ("bf16",), num_steps=3), target="table3")
+
+
+def section_text(context: Context, target: str, title: str) -> str:
+    """What a section says, without its figures."""
+    document = build_target(context, target=target)
+    found = next(section for section in document.sections if section.title.startswith(title))
+    return "\n".join(str(block) for block in found.blocks if not isinstance(block, Figure))
+
+
+def test_a_section_opens_with_the_disagreement_and_its_evidence(config):
+    context = a_context(config, ("bf16", "qat", "trace"), num_steps=12)
+    context.summary["methods"]["trace"] = over_seeds(fp4=[0.30, 0.31, 0.29], bf16=[0.3] * 3)
+    text = section_text(context, "table1", "Table 1")
+    assert text.startswith("This run disagrees with the paper: ")
+    first = text.splitlines()[0]
+    assert "TRACE beats plain QAT (paper 75.3 vs 59.6; here 30.0 ± 0.6 vs" in first
+
+
+def test_agreement_and_what_is_open_are_told_apart(config):
+    context = a_context(config, ("bf16", "qat", "trace"), num_steps=12)
+    context.summary["methods"] |= {
+        "bf16": over_seeds(fp4=[0.6] * 3, bf16=[0.75, 0.76, 0.74]),
+        "qat": over_seeds(fp4=[0.60, 0.61, 0.59], bf16=[0.6] * 3),
+        "trace": over_seeds(fp4=[0.75, 0.70, 0.80], bf16=[0.6] * 3),
+    }
+    text = section_text(context, "table1", "Table 1")
+    assert text.startswith("No claim tested here came out against")
+    unresolved = next(line for line in text.splitlines() if line.startswith("Not resolved"))
+    assert "on par" in unresolved and "loses accuracy" not in unresolved
+
+
+def test_a_collapsed_run_is_counted_and_kept(config):
+    context = a_context(config, ("bf16", "qat", "trace"), num_steps=12)
+    context.summary["methods"]["qat"]["1"]["collapsed"] = True
+    text = section_text(context, "table1", "Table 1")
+    assert "Collapsed runs, shown like all others: qat 1 of 3." in text
+    assert "'1 of 3'" in text  # the row is there, with all three seeds in its mean
+    assert not any("not" in line and "qat" in line and "dropped" in line for line in text.splitlines())
+
+
+def test_a_missing_method_leaves_its_claims_out(config):
+    text = section_text(a_context(config, ("bf16", "trace"), num_steps=12), "table1", "Table 1")
+    assert "QUADS" not in text and "plain QAT" not in text
+    assert "on par" in text
+
+
+def test_a_cell_the_paper_does_not_report_is_not_guessed(config):
+    context = a_context(config, ("bf16", "qarl", "trace"), num_steps=12)
+    document = build_target(context, target="table1")
+    section = next(section for section in document.sections if section.title.startswith("Table 1"))
+    table = next(block for block in section.blocks if isinstance(block, Table) and block.header[0] == "policy")
+    assert {row[0]: row[1] for row in table.rows} == {
+        "before RL": "–",
+        "bf16": "74.9",
+        "qarl": "not reported",
+        "trace": "75.3",
+    }
+
+
+def test_staleness_says_what_came_out_whichever_way(config):
+    names = target_names(config, "staleness")
+    context = a_context(config, names, num_steps=12)
+    for name in names:
+        if base(name) == "trace" and "staleness=3" in name:
+            context.summary["methods"][name] = over_seeds(fp4=[0.30, 0.31, 0.32], bf16=[0.3] * 3)
+            for seed in SEEDS:
+                context.runs[name, seed] = steps_of(seed=seed, num=12, level=0.1)
+    text = section_text(context, "staleness", "Staleness")
+    worse = next(line for line in text.splitlines() if line.startswith("TRACE is worse than QAT"))
+    assert "staleness 3" in worse and "staleness 0" not in worse
+    assert "above trace at staleness 3" in text
+
+
+def test_one_seed_decides_nothing_about_rewards(config):
+    names = target_names(config, "staleness")
+    context = a_context(config, names, num_steps=12)
+    for name in names:
+        context.summary["methods"][name] = {"0": record(fp4=0.5, bf16=0.5)}
+        for seed in SEEDS[1:]:
+            del context.runs[name, seed]
+    text = section_text(context, "staleness", "Staleness")
+    assert "TRACE is worse" not in text and "TRACE is better" not in text
+    assert "are not told apart" in text
+
+
+def test_the_stability_map_says_whether_trace_widens_the_region(config):
+    names = target_names(config, "stability")
+    context = a_context(config, names, num_steps=12)
+    assert "does not widen" in section_text(context, "stability", "Stability")
+    fast = [name for name in names if base(name) in ("qat", "fp4_naive") and "0.003" in name]
+    assert fast
+    for name in fast:
+        for seed in context.summary["methods"][name].values():
+            seed["collapsed"] = True
+    text = section_text(context, "stability", "Stability")
+    assert "TRACE widens the stable region of qat by 4 of 12 cells" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("trace", "trace"),
+        ("trace@guidance.layers=last_quarter", "trace, last quarter"),
+        ("trace@guidance.layers=all+guidance.bits=2", "trace, all layers, 2 bits"),
+        ("trace@guidance.scale_bits=2", "trace, 2-bit scales"),
+        ("qat@format=mxfp4", "qat, MXFP4 W4A4"),
+        ("trace@format=mxfp4_w4a8+guidance.tensors=k,v", "trace, MXFP4 W4A8, KV only"),
+        ("qat@router_replay=none", "qat, without R3"),
+        ("bf16@loss.tis_cap=null", "bf16, without TIS"),
+        ("qat@training.learning_rate=0.001+training.staleness=3", "qat, lr 0.001, staleness 3"),
+        ("qat@training.updates_per_rollout=1", "qat, 1 update per rollout"),
+        ("sc@loss.top_k=64", "sc, loss.top_k = 64"),
+    ],
+)
+def test_variants_have_readable_labels(name, words):
+    assert label(name) == words
+
+
+def test_labels_of_a_run_are_distinct(config):
+    names = target_names(config, "paper")
+    assert len({label(name) for name in names}) == len(names)
+    assert without("trace@training.staleness=3+guidance.gate=0.05", "training.staleness") == "trace, gate 0.05"
