@@ -16,7 +16,21 @@ from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_experiment
 from trace_rl.stages.failure import StageFailure
 
-STAGES = ["checkpoint", "data", "calibrate", "audit", "parity", "train", "quantize", "evaluate", "report", "summary"]
+STAGES = [
+    "checkpoint",
+    "data",
+    "calibrate",
+    "audit",
+    "parity",
+    "train",
+    "quantize",
+    "evaluate",
+    "gap-sources",
+    "ratio",
+    "report",
+    "tables",
+    "summary",
+]
 GROUPS = [
     ["bench"],
     ["bench", "rollout"],
@@ -113,6 +127,11 @@ def test_unknown_key_is_one_line_and_exit_code_2(program: list[str | Path], tmp_
         (["data", "--config", "good.yaml", "--set", "training.steps=0"], "training.steps"),
         (["plan"], "give either"),
         (["train"], "--method"),
+        (["tables"], "--target"),
+        (
+            ["tables", "--target", "table9", "--config", "good.yaml"],
+            "target 'table9' is unknown; choose one of table1,",
+        ),
         (["no-such-command"], "no-such-command"),
     ],
 )

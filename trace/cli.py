@@ -279,6 +279,32 @@ def evaluate(
     evaluate.run(experiment, paths, method=None if method is None else find_method(experiment, method), seed=seed)
 
 
+@app.command("gap-sources")
+def gap_sources(
+    config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, overrides: Overrides = None
+) -> None:
+    """Measure what the log-prob gap is made of.
+
+    Many trainer forwards over one set of rollouts: of the policy before RL and, where it is trained, of trace.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import gap_sources
+
+    gap_sources.run(experiment, paths, seed=seed)
+
+
+@app.command()
+def ratio(config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, overrides: Overrides = None) -> None:
+    """Measure importance ratios under staleness.
+
+    The trainer's, guided and not, against the engine's own after each of some updates.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.stages import ratio
+
+    ratio.run(experiment, paths, seed=seed)
+
+
 @app.command()
 def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
     """Write the report page of the core suite."""
@@ -288,6 +314,27 @@ def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overr
     from trace_rl.stages import report
 
     report.run(experiment, paths, methods=load_suite(experiment), seeds=core_seeds(experiment))
+
+
+@app.command()
+def tables(
+    target: Annotated[
+        str, typer.Option("--target", "-t", metavar="NAME", help="table1, ..., staleness, paper or stability.")
+    ],
+    config: Config = CONFIG,
+    results: Results = RESULTS,
+    overrides: Overrides = None,
+) -> None:
+    """Write the page of one of the paper's tables.
+
+    Or of a figure, or of all (paper): its methods over all seeds, from what training, evaluation and analysis left.
+    """
+    experiment, paths = load(config, results, overrides)
+    from trace_rl.config.targets import target_methods, target_seeds
+    from trace_rl.stages import tables
+
+    methods, seeds = target_methods(experiment, target), target_seeds(experiment, target)
+    tables.run(experiment, paths, target=target, methods=methods, seeds=seeds)
 
 
 @app.command()

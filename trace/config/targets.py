@@ -7,6 +7,9 @@
 
 A grid (`staleness`, `stability`) becomes names of variants, and a change that the experiment makes anyway is left out
 of the name: ``trace`` at staleness 0 is the run that every other table shows, not a second one.
+
+Methods are loaded and checked when their target is asked for, before any job: a folder of methods of one's own need not
+hold every method of the paper.
 """
 
 import itertools
@@ -37,9 +40,8 @@ PAPER, STABILITY = "paper", "stability"
 TARGETS = (*TABLES, PAPER, STABILITY)
 WITHOUT_EVALUATION = ("storage",)
 """Targets that show no accuracy, so that no policy is evaluated for them."""
-GAP_SOURCES = ("mismatch", "staleness", PAPER)
-RATIO = ("mismatch", "staleness", PAPER)
-"""Targets that show what the analysis stages measured."""
+ANALYSES = {"gap_sources": ("mismatch", "staleness", PAPER), "ratio": ("mismatch", "staleness", PAPER)}
+"""Analysis stage -> the targets that show what it measured."""
 ANALYSED = "trace"
 """The method whose trained policy the sources of the gap are measured on, beside the policy before RL."""
 
@@ -72,10 +74,14 @@ def target_names(config: ExperimentConfig, target: str) -> tuple[str, ...]:
 
 
 def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path(".")) -> dict[str, RlMethod | PtqMethod]:
-    """A target's methods by name. UserError for one that does not exist or does not suit the experiment, for a PTQ
-    method whose base is not trained, and for a variant that is another method of the target under a second name.
+    """A target's methods by name.
+
+    UserError for no methods, for one that does not exist or does not suit the experiment, for a PTQ method whose base
+    is not trained, and for a variant that is another method of the target under a second name.
     """
     folder = root / config.suite.methods_dir
+    if not target_names(config, target):
+        raise UserError(f"{target}: no methods; name some under tables.{target}")
     methods = {name: load_method(folder / f"{name}.yaml") for name in target_names(config, target)}
     for method in methods.values():
         base = load_method(folder / f"{method.base}.yaml") if isinstance(method, PtqMethod) else method
@@ -85,17 +91,6 @@ def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path("
         with_overrides(config, base.training)
     _check_distinct(methods, target=target)
     return methods
-
-
-def check_stated(config: ExperimentConfig, *, root: Path = Path(".")) -> None:
-    """Load the tables that the configuration states; those it leaves to the defaults are checked when asked for,
-    because a folder of methods of one's own need not hold every method of the paper.
-    """
-    for target in TABLES:
-        if target in config.tables.model_fields_set:
-            target_methods(config, target, root=root)
-    if "methods" in config.stability.model_fields_set:
-        target_methods(config, STABILITY, root=root)
 
 
 def variant(name: str, changes: Mapping[str, Change]) -> str:

@@ -17,35 +17,44 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
-from trace_rl.config import stages
-from trace_rl.config.load import load_suite, parse_experiment
-from trace_rl.config.method import RlMethod
+from trace_rl.config import stages, targets
+from trace_rl.config.load import load_method, load_suite, parse_experiment
+from trace_rl.config.method import NAME, PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.errors import UserError
 
 
-def read_experiment(config):
-    """The experiment and its methods; the types are asked before the schema because their messages say the remedy."""
-    source = ", ".join(map(str, workflow.configfiles)) or "--config"
+def stated(function, *arguments):
+    """The answer of ``function``; what a user can mend stops Snakemake with one message and no traceback."""
     try:
-        experiment = parse_experiment(config, source=source)
-        methods = load_suite(experiment)
+        return function(*arguments)
     except UserError as error:
         raise WorkflowError(str(error)) from None
+
+
+def read_experiment(config):
+    """The validated experiment; the types are asked before the schema because their messages say the remedy."""
+    source = ", ".join(map(str, workflow.configfiles)) or "--config"
+    experiment = stated(lambda: parse_experiment(config, source=source))
     validate(experiment.model_dump(mode="json"), schema="../schemas/config.schema.yaml", set_default=False)
-    return experiment, methods
+    return experiment
 
 
-EXPERIMENT, METHODS = read_experiment(config)
+EXPERIMENT = read_experiment(config)
 PATHS = RunPaths(EXPERIMENT.run)
-SEEDS = EXPERIMENT.suite.seeds
-TRAINED = [name for name, method in METHODS.items() if isinstance(method, RlMethod)]
-EXPORTED = [name for name in METHODS if name not in TRAINED]
+CORE = stated(load_suite, EXPERIMENT)
+CORE_SEEDS = targets.core_seeds(EXPERIMENT)
+CORE_TRAINED = [name for name, method in CORE.items() if isinstance(method, RlMethod)]
 
-# These three outlive the Python objects that make them: a path pattern, a log and a benchmark file of a job.
+# Any method file and any variant of one is a job that can be asked for; which are asked for, the targets say.
+METHOD = NAME.strip("^$")
+
+# These outlive the Python objects that make them: path patterns, and where logs and benchmark files of jobs are.
 TRAIN = str(PATHS.base / "train" / "{method}" / "seed{seed}")
 QUANTIZED = str(PATHS.base / "quantize" / "{method}" / "seed{seed}")
 EVALUATED = str(PATHS.base / "evaluate" / "{method}" / "seed{seed}")
+PAGE = str(PATHS.target_report("{target}"))
+ANALYSES = {name: str(PATHS.base / "analysis" / name / "seed{seed}.json") for name in ("gap_sources", "ratio")}
 LOGS = str(PATHS.base / "logs")
 BENCHMARKS = str(PATHS.base / "benchmarks")
 
@@ -65,21 +74,73 @@ def settings(stage):
     return stages.canonical_json(stages.stage_config(EXPERIMENT, stage))
 
 
+@functools.cache
+def method_named(name):
+    """The method or variant of this name."""
+    return stated(load_method, Path(EXPERIMENT.suite.methods_dir) / f"{name}.yaml")
+
+
 def method_settings(wildcards):
     """What the method file of a job says, without its descriptions."""
-    return stages.method_json(METHODS[wildcards.method])
+    return stages.method_json(method_named(wildcards.method))
 
 
 def base_policy(wildcards):
     """The trained policy that a method quantizes."""
-    return f"{PATHS.train(METHODS[wildcards.method].base, wildcards.seed)}/policy"
+    method = method_named(wildcards.method)
+    if not isinstance(method, PtqMethod):
+        raise WorkflowError(f"{method.name} is trained, not quantized after training; ask for its train job")
+    return f"{PATHS.train(method.base, wildcards.seed)}/policy"
 
 
 def evaluated_policy(wildcards):
     """The policy of a method; for one that is exported after training, its base (the BF16 execution) and the export."""
-    if wildcards.method in TRAINED:
-        return f"{PATHS.train(wildcards.method, wildcards.seed)}/policy"
-    return [base_policy(wildcards), PATHS.quantized(wildcards.method, wildcards.seed)]
+    if isinstance(method_named(wildcards.method), PtqMethod):
+        return [base_policy(wildcards), PATHS.quantized(wildcards.method, wildcards.seed)]
+    return f"{PATHS.train(wildcards.method, wildcards.seed)}/policy"
+
+
+@functools.cache
+def target_methods(target):
+    """Methods of a target by name."""
+    return stated(targets.target_methods, EXPERIMENT, target)
+
+
+def trainings(target, methods):
+    """What the trainings of a target measured, those of the trained ones among some methods."""
+    trained = [method.name for method in methods.values() if isinstance(method, RlMethod)]
+    seeds = targets.target_seeds(EXPERIMENT, target)
+    return expand([rules.train.output.steps, rules.train.output.metrics], method=trained, seed=seeds)
+
+
+def evaluations(target):
+    """Accuracies of a target's methods and of the policy before RL; none for a target that shows no accuracy."""
+    if target in targets.WITHOUT_EVALUATION:
+        return []
+    seeds = targets.target_seeds(EXPERIMENT, target)
+    return [PATHS.evaluation_start, *expand(rules.evaluate.output, method=target_methods(target), seed=seeds)]
+
+
+def analyses(target):
+    """What the analysis stages measured, for a target that shows it."""
+    shown = [name for name, pages in targets.ANALYSES.items() if target in pages]
+    return expand([ANALYSES[name] for name in shown], seed=targets.target_seeds(EXPERIMENT, target))
+
+
+def runs_behind(target):
+    """What the page of a target is made from, and the trainings that its quantized methods start from.
+
+    Snakemake makes a missing file again when it is asked for, not when only something already made depended on it. So a
+    target asks for its runs by name, and a deleted one comes back with everything that depends on it.
+    """
+    methods = target_methods(target)
+    bases = {method.base: method_named(method.base) for method in methods.values() if isinstance(method, PtqMethod)}
+    return trainings(target, methods | bases) + evaluations(target) + analyses(target)
+
+
+def target_settings(wildcards):
+    """What the methods of a target say, descriptions included: the page shows them."""
+    return [method.model_dump_json() for method in target_methods(wildcards.target).values()]
 
 
 @functools.cache
@@ -106,9 +167,11 @@ def measured_options(wildcards, input):
 
 
 def show_results():
-    """What a run ends with on the screen."""
+    """What a run ends with on the screen: the pages of the targets that were asked for, else the core suite."""
+    asked = [target for target in targets.TARGETS if target in workflow.dag_settings.targets]
     table = PATHS.base / "summary.txt"
-    if table.is_file():
+    if not asked and table.is_file():
         print(table.read_text())
-    print(f"report: {PATHS.report / 'index.html'}")
+    for folder in [PATHS.target_report(target) for target in asked] or [PATHS.report]:
+        print(f"report: {folder / 'index.html'}")
     print("compare runs in MLflow: make ui")

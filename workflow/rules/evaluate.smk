@@ -30,8 +30,6 @@ rule evaluate:
         f"{LOGS}/evaluate/{{method}}/seed{{seed}}.log",
     benchmark:
         f"{BENCHMARKS}/evaluate/{{method}}/seed{{seed}}.tsv"
-    wildcard_constraints:
-        method=one_of(METHODS),
     conda:
         "../envs/trace.yaml"
     params:
@@ -40,4 +38,4 @@ rule evaluate:
         code=stages.code_digest("evaluate"),
     shell:
         "OMP_NUM_THREADS={threads} trace-rl evaluate --config {params.config:q}"
-        " --method {wildcards.method} --seed {wildcards.seed} > {log} 2>&1"
+        " --method {wildcards.method:q} --seed {wildcards.seed} > {log} 2>&1"

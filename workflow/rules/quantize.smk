@@ -3,14 +3,13 @@ rule quantize:
     input:
         policy=base_policy,
         scales=rules.calibrate.output.scales,
+        importance=rules.calibrate.output.importance,
     output:
         directory(QUANTIZED),
     log:
         f"{LOGS}/quantize/{{method}}/seed{{seed}}.log",
     benchmark:
         f"{BENCHMARKS}/quantize/{{method}}/seed{{seed}}.tsv"
-    wildcard_constraints:
-        method=one_of(EXPORTED),
     conda:
         "../envs/trace.yaml"
     params:
@@ -19,4 +18,4 @@ rule quantize:
         code=stages.code_digest("quantize"),
     shell:
         "OMP_NUM_THREADS={threads} trace-rl quantize --config {params.config:q}"
-        " --method {wildcards.method} --seed {wildcards.seed} > {log} 2>&1"
+        " --method {wildcards.method:q} --seed {wildcards.seed} > {log} 2>&1"

@@ -1,11 +1,11 @@
-# One table (`snakemake summary` needs no MLflow) and the report page beside the paper's numbers.
+# The core suite, one seed: a table (`snakemake summary` needs no MLflow) and a page beside the paper's numbers.
 rule summary:
     input:
         gates=[rules.audit.output, rules.parity.output],
         calibration=rules.calibrate.output.metrics,
-        training=expand(rules.train.output, method=TRAINED, seed=SEEDS),
+        training=expand(rules.train.output, method=CORE_TRAINED, seed=CORE_SEEDS),
         start=rules.evaluate_start.output,
-        evaluation=expand(rules.evaluate.output, method=METHODS, seed=SEEDS),
+        evaluation=expand(rules.evaluate.output, method=CORE, seed=CORE_SEEDS),
     output:
         summary=report(
             PATHS.summary,
@@ -21,7 +21,7 @@ rule summary:
         "../envs/trace.yaml"
     params:
         config=settings("summary"),
-        methods=[method.model_dump_json() for method in METHODS.values()],
+        methods=[method.model_dump_json() for method in CORE.values()],
         code=stages.code_digest("summary"),
     shell:
         "trace-rl summary --config {params.config:q} > {output.table} 2> {log}"
@@ -49,7 +49,7 @@ rule report:
         "../envs/trace.yaml"
     params:
         config=settings("report"),
-        methods=[method.model_dump_json() for method in METHODS.values()],
+        methods=[method.model_dump_json() for method in CORE.values()],
         code=stages.code_digest("report"),
     shell:
         "trace-rl report --config {params.config:q} > {log} 2>&1"

@@ -14,8 +14,6 @@ rule train:
         f"{LOGS}/train/{{method}}/seed{{seed}}.log",
     benchmark:
         f"{BENCHMARKS}/train/{{method}}/seed{{seed}}.tsv"
-    wildcard_constraints:
-        method=one_of(TRAINED),
     conda:
         "../envs/trace.yaml"
     params:
@@ -24,4 +22,4 @@ rule train:
         code=stages.code_digest("train"),
     shell:
         "OMP_NUM_THREADS={threads} trace-rl train --config {params.config:q}"
-        " --method {wildcards.method} --seed {wildcards.seed} > {log} 2>&1"
+        " --method {wildcards.method:q} --seed {wildcards.seed} > {log} 2>&1"
