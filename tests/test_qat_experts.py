@@ -230,6 +230,10 @@ def test_unknown_families_missing_scales_and_bad_dimensions_are_named():
     narrow = OlmoeForCausalLM(OlmoeConfig(**{**COMMON, "hidden_size": 72}, num_experts=4, intermediate_size=32))
     with pytest.raises(UserError, match="72 is not a multiple"):
         attach(narrow, quant=QuantSpec(kv=False), scales=scales())
+    with pytest.raises(UserError, match="the format of kv; set format.kv: nvfp4"):
+        attach(build("qwen3_moe"), quant=QuantSpec(format={"kv": "hif4"}), scales=scales())
+    with pytest.raises(UserError, match="finished policy"):
+        attach(build("qwen3_moe"), quant=QuantSpec(format="hscale"), scales=scales())
 
 
 def test_rounded_rotary_frequencies_are_refused():

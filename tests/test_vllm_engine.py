@@ -22,6 +22,7 @@ from trace_rl.formats import e2m1
 from trace_rl.guidance.record import RecordLayout
 from trace_rl.kernels import compiled
 from trace_rl.models.export import export_packed
+from trace_rl.models.observed_formats import on_grid
 from trace_rl.rollout import vllm_engine
 from trace_rl.rollout.engine import Sampling
 
@@ -300,6 +301,47 @@ def test_other_formats_record_what_they_use_and_guide(checkpoint, name):
             x = operands[2, "fc1"]
             assert torch.equal(formats.get("mxfp8").fake_quant(x), x.float())
     eng.close()
+
+
+def test_hif4_runs_in_engine_and_trainer_without_codewords(tmp_path):
+    """Blocks of 64 need a head dimension of 64."""
+    quant = QuantSpec(format="hif4")
+    checkpoint = mixtral(tmp_path)
+    eng = engine(checkpoint, quant=quant, capture=True)
+    batch = eng.generate(prompts(count=4), SAMPLING, full_recording(quant))
+    assert batch.recording is None
+    for operands in eng.captured:
+        for (_, tensor), x in operands.items():
+            assert on_grid(x, format_name="hif4") == 1.0, tensor
+    bf16, nearest = (gap(trainer(checkpoint), batch, quant=quant, mode=mode) for mode in ("off", "rtn"))
+    print(f"hif4: BF16 trainer {bf16:.4f}, nearest {nearest:.4f}")
+    assert nearest < 0.5 * bf16
+    eng.close()
+
+
+def test_an_hscale_export_is_executed_as_searched_and_not_refitted(checkpoint, tmp_path):
+    quant = QuantSpec(format="hscale")
+    state = trainer(checkpoint).state_dict()
+    generator = torch.Generator().manual_seed(3)
+    importance = {
+        name: torch.rand(weight.shape[0], weight.shape[2], generator=generator) ** 4
+        for name, weight in state.items()
+        if name.endswith(("gate_up_proj", "down_proj"))
+    }
+    export_packed(checkpoint, target=tmp_path, quant=quant, scales=SCALES, importance=importance)
+    eng = engine(tmp_path, quant=quant)
+    weights = eng._engine.model_executor.driver_worker.worker.model_runner.get_model().trace_weights
+    for layer_id, experts in weights.experts.items():
+        for part, held in (("gate_up_proj", experts.w13_weight), ("down_proj", experts.w2_weight)):
+            name = f"model.layers.{layer_id}.mlp.experts.{part}"
+            for expert, h in enumerate(importance[name]):
+                searched = formats.get("hscale", importance=h).fake_quant(state[name][expert])
+                assert torch.equal(held[expert], searched.to(torch.bfloat16))
+    with pytest.raises(UserError, match="come from an export"):
+        eng.load_policy(state.items(), 1)
+    eng.close()
+    with pytest.raises(UserError, match="hscale needs the importance"):
+        export_packed(checkpoint, target=tmp_path, quant=quant, scales=SCALES)
 
 
 def test_recording_what_is_not_quantized_is_refused(checkpoint):

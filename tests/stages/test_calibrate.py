@@ -59,6 +59,38 @@ def test_scales_follow_from_independently_measured_magnitudes(tiny_run):
             assert scales.get(tensor, layer) == pytest.approx(448 * 6 / (1.25 * amax), rel=0.03)
 
 
+def test_importance_is_the_squares_of_the_tokens_routed_to_each_expert(tiny_run):
+    """Token by token on another execution of the model, whose last bits differ."""
+    config, paths = tiny_run.config, tiny_run.paths
+    model = AutoModelForCausalLM.from_pretrained(
+        paths.checkpoint, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
+    )
+    expected = {name: torch.zeros_like(h) for name, h in load_file(paths.importance).items()}
+    assert len(expected) == 6
+
+    def hook(layer: int):
+        def add(module, args):
+            for token, chosen in zip(args[0], args[1], strict=True):
+                for expert in chosen.tolist():
+                    gate, up = (module.gate_up_proj[expert] @ token).float().chunk(2)
+                    stem = f"model.layers.{layer}.mlp.experts"
+                    expected[f"{stem}.gate_up_proj"][expert] += token.float() ** 2
+                    expected[f"{stem}.down_proj"][expert] += (torch.nn.functional.silu(gate) * up) ** 2
+
+        return add
+
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.experts.register_forward_pre_hook(hook(layer))
+    for trajectory in calibrate.sample(config, paths):
+        with torch.no_grad():
+            model(trajectory.token_ids[None, :-1].long())
+    for name, h in load_file(paths.importance).items():
+        assert h.dtype == torch.float32
+        # A token near the router's boundary may go to another expert in the other execution.
+        assert (h - expected[name]).abs().sum() < 0.05 * expected[name].sum(), name
+        assert h.sum() > 0
+
+
 def test_metrics_hold_routing_and_format_errors(tiny_run):
     metrics = json.loads(tiny_run.paths.calibration_metrics.read_text())
     assert metrics["num_sequences"] == 12
