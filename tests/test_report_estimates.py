@@ -85,7 +85,9 @@ def test_only_common_seeds_are_paired():
 
 
 def test_seeds_that_agree_exactly_keep_the_evaluations_error():
-    gap = difference({str(s): Value(0.6, 0.02) for s in range(3)}, {str(s): Value(0.5, 0.02) for s in range(3)})
+    levels = (0.6, 0.7, 0.8)  # differences of 0.1 up to rounding
+    first, second = ({str(s): Value(x - shift, 0.02) for s, x in enumerate(levels)} for shift in (0.0, 0.1))
+    gap = difference(first, second)
     assert gap.source == "evaluation"
     assert gap.stderr == pytest.approx(0.02 * 2**0.5 / 3**0.5)
 

@@ -1,19 +1,23 @@
 """Pages of the paper's tables: complete, small, self-contained, and honest about what collapsed or is missing."""
 
+import itertools
+import json
 import re
 from collections import Counter
 
 import pytest
-from report_runs import artifacts, gap_sources, over_seeds, ratio, record, steps_of, summary_of
+from report_runs import artifacts, gap_sources, over_seeds, ratio, record, score, steps_of, summary_of
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import parse_experiment
-from trace_rl.config.targets import TARGETS, target_names
+from trace_rl.config.paths import RunPaths
+from trace_rl.config.targets import TARGETS, target_methods, target_names
 from trace_rl.errors import UserError
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Table, write
 from trace_rl.report.labels import base, label, without
 from trace_rl.report.target_page import build_target
+from trace_rl.stages import tables
 
 SEEDS = (0, 1, 2)
 PAGE_LIMIT = 2_000_000
@@ -275,3 +279,71 @@ def test_labels_of_a_run_are_distinct(config):
     names = target_names(config, "paper")
     assert len({label(name) for name in names}) == len(names)
     assert without("trace@training.staleness=3+guidance.gate=0.05", "training.staleness") == "trace, gate 0.05"
+
+
+def test_reward_parity_is_decided_by_the_curves_and_the_seeds(config):
+    statement = "TRACE's reward reaches that of BF16 RL during training (10-step means)"
+    context = a_context(config, ("bf16", "trace"), num_steps=60)
+
+    def verdict_of(level: float, end: float) -> str:
+        runs = {
+            (name, seed): steps_of(seed=seed, num=60, level=0.5 if name == "bf16" else level)
+            for name in ("bf16", "trace")
+            for seed in SEEDS
+        }
+        for seed, record_ in context.summary["methods"]["trace"].items():
+            record_["reward_end"] = end + 0.001 * int(seed)
+        changed = Context(summary=context.summary, config=config, methods={}, runs=runs)
+        return next(claim.verdict for claim in changed.claims if claim.statement == statement)
+
+    assert verdict_of(0.6, 0.7) == "same direction"
+    assert verdict_of(0.3, 0.5) == "opposite direction"
+    assert verdict_of(0.3, 0.6999) == "not resolved"
+
+
+def test_the_stage_reads_a_run_and_writes_its_page(tmp_path):
+    config = parse_experiment({"suite": {"seeds": [0, 1]}, "tracking": {"enabled": False}}, source="test")
+    paths = RunPaths("made-up", root=tmp_path)
+    methods = target_methods(config, "table6")
+
+    def put(path, content):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+    scores = {e: {task: score(0.5) for task in ("mini_math", "mini_code")} for e in ("fp4", "bf16")}
+    put(paths.evaluation_start, json.dumps({"executions": scores}))
+    put(paths.parity, json.dumps(artifacts()["parity"]))
+    for name in methods:
+        for seed in (0, 1):
+            put(paths.evaluation(name, seed), json.dumps({"executions": scores}))
+            run = record(fp4=0.5, bf16=0.5)
+            put(paths.train(name, seed) / "metrics.json", json.dumps(run))
+            put(paths.train(name, seed) / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in steps_of(seed=0)))
+            put(paths.base / f"benchmarks/train/{name}/seed{seed}.tsv", f"s\th:m:s\n{300 + 10 * seed}.0\t-\n")
+    put(paths.target_report("table6") / "left_over.svg", "<svg/>")
+    tables.run(config, paths, target="table6", methods=methods, seeds=(0, 1))
+    out = paths.target_report("table6")
+    markdown = (out / "report.md").read_text()
+    assert "| sc | 2 | 305 | 610 |" in markdown  # two seeds: median and total seconds
+    assert "Parity of trainer and engine" in markdown
+    assert list(json.loads((out / "summary.json").read_text())["methods"]) == list(methods)
+    assert not (out / "left_over.svg").exists()
+
+
+def test_storage_needs_no_evaluation(config):
+    context = a_context(config, target_names(config, "storage"), num_steps=12)
+    context.summary["start"]["accuracy"] = {}
+    for seeds in context.summary["methods"].values():
+        for entry in seeds.values():
+            entry["accuracy"] = {}
+    text = section_text(context, "storage", "Storage")
+    for number in ("45.0 KiB", "5.625 KiB", "7.5 KiB", "6.0x", "50.6 TiB", "186 s"):
+        assert number in text
+
+
+def test_markdown_tables_have_as_many_cells_in_every_row(whole):
+    lines = (whole[1] / "report.md").read_text().splitlines()
+    widths = [
+        len(re.findall(r"(?<!\\)\|", line)) if line.startswith("| ") or line.startswith("|--") else 0 for line in lines
+    ]
+    assert all(a == b for a, b in itertools.pairwise(widths) if a and b)

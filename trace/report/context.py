@@ -46,7 +46,7 @@ class Context:
             if rewards:
                 length = min(map(len, rewards))
                 curves[name] = list(np.mean([values[:length] for values in rewards], axis=0))
-        return claims(self.summary, self.paper) + parity_step_claim(curves, self.paper)
+        return claims(self.summary, self.paper) + parity_step_claim(self.summary, curves, self.paper)
 
     def about(self, *topics: str) -> list[Claim]:
         """The claims of some sections."""

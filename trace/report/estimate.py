@@ -25,6 +25,8 @@ RESOLVED_AT = 2.0
 """Standard errors of the evaluation a difference must reach, with one seed, to be called resolved."""
 PARITY_MARGIN = 0.05
 """Largest loss of accuracy that still counts as on par; its whole error bar must lie within."""
+SAME_NUMBER = 1e-12
+"""Relative spread below which seeds agree but for the rounding of sums."""
 _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantiles of Student's t for 1 to 10 degrees of freedom."""
 
@@ -76,7 +78,7 @@ def estimate(values: dict[str, Value]) -> Estimate | None:
     errors = [value.stderr for value in values.values() if value.stderr is not None]
     mean = statistics.fmean(means)
     spread = statistics.stdev(means) if n > 1 else 0.0
-    if spread > 0:
+    if spread > SAME_NUMBER * max(map(abs, means)):
         return Estimate(mean, spread / math.sqrt(n), n, "seeds")
     if len(errors) == n:
         return Estimate(mean, math.hypot(*errors) / n, n, "evaluation")
