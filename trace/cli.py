@@ -310,10 +310,9 @@ def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overr
     """Write the report page of the core suite."""
     experiment, paths = load(config, results, overrides)
     from trace_rl.config.load import load_suite
-    from trace_rl.config.targets import core_seeds
     from trace_rl.stages import report
 
-    report.run(experiment, paths, methods=load_suite(experiment), seeds=core_seeds(experiment))
+    report.run(experiment, paths, methods=load_suite(experiment))
 
 
 @app.command()

@@ -40,7 +40,7 @@ PAPER, STABILITY = "paper", "stability"
 TARGETS = (*TABLES, PAPER, STABILITY)
 WITHOUT_EVALUATION = ("storage",)
 """Targets that show no accuracy, so that no policy is evaluated for them."""
-ANALYSES = {"gap_sources": ("mismatch", "staleness", PAPER), "ratio": ("mismatch", "staleness", PAPER)}
+ANALYSES = {"gap_sources": ("mismatch", PAPER), "ratio": ("staleness", PAPER)}
 """Analysis stage -> the targets that show what it measured."""
 ANALYSED = "trace"
 """The method whose trained policy the sources of the gap are measured on, beside the policy before RL."""

@@ -4,7 +4,8 @@ rule gap_sources:
     input:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
-        scales=rules.calibrate.output,
+        scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,
         policy=expand(rules.train.output.policy, method=targets.ANALYSED, allow_missing=True),
     output:
         ANALYSES["gap_sources"],
