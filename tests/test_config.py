@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from trace_rl.config import generate, stages
+from trace_rl.config import generate, stages, targets
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_experiment, load_method, load_suite, parse_experiment
+from trace_rl.config.overrides import with_overrides
 from trace_rl.config.quant import BF16, PRESETS, FormatChoice, QuantSpec
 from trace_rl.errors import UserError
 
@@ -35,6 +38,67 @@ def test_every_shipped_experiment_is_valid(path):
     experiment = load_experiment(path)
     assert load_suite(experiment, root=ROOT)
     Draft202012Validator(generate.experiment_schema()).validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_target_of_every_shipped_experiment_has_its_methods(path, target):
+    experiment = load_experiment(path)
+    methods = targets.target_methods(experiment, target, root=ROOT)
+    assert tuple(methods) == targets.target_names(experiment, target)
+    assert all(method.name == name for name, method in methods.items())
+
+
+def test_a_grid_leaves_out_what_the_experiment_says_anyway():
+    tables = {
+        "staleness": ["trace", "qat@loss.tis_cap=null"],
+        "staleness_levels": [0, 3],
+        "staleness_learning_rates": [3e-4, 1e-5],
+    }
+    experiment = ExperimentConfig(tables=tables)
+    names = targets.target_names(experiment, "staleness")
+    assert names == (
+        "trace",
+        "trace@training.learning_rate=1e-05",
+        "trace@training.staleness=3",
+        "trace@training.staleness=3+training.learning_rate=1e-05",
+        "qat@loss.tis_cap=null",
+        "qat@loss.tis_cap=null+training.learning_rate=1e-05",
+        "qat@loss.tis_cap=null+training.staleness=3",
+        "qat@loss.tis_cap=null+training.staleness=3+training.learning_rate=1e-05",
+    )
+    last = targets.target_methods(experiment, "staleness", root=ROOT)[names[-1]]
+    assert (last.training.staleness, last.training.learning_rate, last.loss.tis_cap) == (3, 1e-5, None)
+    stale = ExperimentConfig(tables=tables, training={"staleness": 3, "learning_rate": 1e-5})
+    assert "trace" in targets.target_names(stale, "staleness")
+    assert "trace@training.staleness=0+training.learning_rate=0.0003" in targets.target_names(stale, "staleness")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    level=st.integers(0, 3), rate=st.floats(1e-7, 0.9, allow_subnormal=False), steps=st.none() | st.integers(1, 10_000)
+)
+def test_a_grid_point_survives_its_name(level, rate, steps):
+    tables = {
+        "staleness": ["qat"],
+        "staleness_levels": [level],
+        "staleness_learning_rates": [rate],
+        "staleness_steps": steps,
+    }
+    experiment = ExperimentConfig(tables=tables)
+    (method,) = targets.target_methods(experiment, "staleness", root=ROOT).values()
+    effective = with_overrides(experiment, method.training).training
+    assert (effective.staleness, effective.learning_rate) == (level, rate)
+    assert effective.steps == (steps or experiment.training.steps)
+
+
+def test_the_core_suite_takes_one_seed_and_the_tables_all():
+    experiment = ExperimentConfig(suite={"seeds": [4, 2]}, stability={"seeds": [7]})
+    assert targets.core_seeds(experiment) == (4,)
+    assert targets.target_seeds(experiment, "paper") == (4, 2)
+    assert targets.target_seeds(experiment, "stability") == (7,)
+    assert stages.stage_config(experiment, "summary")["suite"]["seeds"] == [4]
+    assert stages.stage_config(experiment, "tables")["suite"]["seeds"] == [4, 2]
 
 
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
@@ -60,6 +124,7 @@ def test_every_key_has_a_meaning():
         ({"sampling": {"max_new_tokens": 999}}, "raise max_model_len"),
         ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0"),
         ({"training": {"staleness": 9}}, "raise max_version_diff or lower staleness"),
+        ({"suite": {"seeds": [1, 1]}}, "suite.seeds [1, 1] names a seed twice"),
     ],
 )
 def test_a_mistake_is_one_line_with_key_and_remedy(data, message):
