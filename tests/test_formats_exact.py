@@ -167,3 +167,9 @@ def test_hscale_takes_the_best_of_sixteen(weighted):
 
             least = min(error(rounded(block, E4M3[code], exact)) for code in codes)
             assert error([Fraction(value) for value in got]) <= least * (1 + Fraction(1, 10**5))
+
+
+def test_names_stand_for_rules():
+    rules = {"mxfp4": "rceil", "mxfp4_floor": "floor", "mxfp4_even": "even"}
+    rules |= {"fouroversix": "mse", "fouroversix_mae": "mae"}
+    assert {name: formats.get(name).rule for name in rules} == rules
