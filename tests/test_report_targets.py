@@ -13,6 +13,7 @@ from trace_rl.config.load import parse_experiment
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.targets import TARGETS, target_methods, target_names
 from trace_rl.errors import UserError
+from trace_rl.report.claim import accuracy_difference
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Table, write
 from trace_rl.report.labels import base, label, without
@@ -343,7 +344,18 @@ def test_storage_needs_no_evaluation(config):
 
 def test_markdown_tables_have_as_many_cells_in_every_row(whole):
     lines = (whole[1] / "report.md").read_text().splitlines()
-    widths = [
-        len(re.findall(r"(?<!\\)\|", line)) if line.startswith("| ") or line.startswith("|--") else 0 for line in lines
-    ]
+    rows = [line if line.startswith(("| ", "|--")) else "" for line in lines]
+    widths = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
     assert all(a == b for a, b in itertools.pairwise(widths) if a and b)
+
+
+def test_variants_are_compared_in_the_execution_of_their_base():
+    methods = {
+        "bf16": over_seeds(fp4=[0.2, 0.3], bf16=[0.70, 0.72]),
+        "bf16@loss.tis_cap=null": over_seeds(fp4=[0.9, 0.9], bf16=[0.60, 0.62]),
+        "qat": over_seeds(fp4=[0.5, 0.6], bf16=[0.9, 0.9]),
+    }
+    text, gap = accuracy_difference(summary_of(methods), "bf16@loss.tis_cap=null", "bf16")
+    assert gap.mean == pytest.approx(-0.1)
+    assert text.startswith("61.0")
+    assert accuracy_difference(summary_of(methods), "qat", "bf16")[1].mean == pytest.approx(-0.16)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trace_rl.report.estimate import OPPOSITE, WEAKER, Estimate, accuracies, difference, estimate, show, verdict
+from trace_rl.report.labels import base
 
 NOT_REPORTED = "not reported"
 """Stands in a cell of the paper that the public accounts do not give."""
@@ -34,8 +35,8 @@ def reported(value: object) -> str:
 
 
 def own_execution(name: str) -> str:
-    """The execution a policy is meant for: BF16 for `bf16`, FP4 for all others."""
-    return "bf16" if name == "bf16" else "fp4"
+    """The execution a policy is meant for: BF16 for `bf16` and its variants, FP4 for all others."""
+    return "bf16" if base(name) == "bf16" else "fp4"
 
 
 def show_difference(found: Estimate) -> str:

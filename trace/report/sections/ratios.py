@@ -5,6 +5,7 @@ from typing import Any
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Table
 from trace_rl.report.estimate import Estimate, show
+from trace_rl.report.figures.points import point_panels
 from trace_rl.report.sections.gaps import FORWARDS
 from trace_rl.report.sections.gather import Picked, gather
 
@@ -20,6 +21,8 @@ def ratio_blocks(context: Context) -> list[str | Table | Figure]:
         ("differences", "Trainer's new log-prob minus the trainer's old one, both rounding alike"),
     ):
         blocks.append(ratio_table(found, kind=kind, words=words))
+    figure = tracking_figure(found)
+    blocks += [figure] if figure is not None else []
     blocks += [truth_table(found), gap_table(found)]
     return blocks
 
@@ -59,6 +62,24 @@ def ratio_reading(found: dict[int, dict[str, Any]]) -> str:
     )
 
 
+def tracking_figure(found: dict[int, dict[str, Any]]) -> Figure | None:
+    """Correlation with r by number of updates, for both log-ratios."""
+    groups = {}
+    for kind, title in (("estimates", "new trainer − old rollout"), ("differences", "new trainer − old trainer")):
+        groups[title] = {
+            forward: {
+                updates: value
+                for updates in updates_of(found)
+                if updates
+                and (value := ratio_of(found, kind=kind, forward=forward, updates=updates, key="correlation"))
+            }
+            for forward in FORWARDS
+        }
+    svg = point_panels(groups, xlabel="updates", ylabel="correlation with r", names=FORWARDS)
+    caption = "How well the trainer's log-ratio tracks the engine's own, by number of updates since the rollout."
+    return None if svg is None else Figure("ratio_correlation", svg, caption)
+
+
 def ratio_table(found: dict[int, dict[str, Any]], *, kind: str, words: str) -> Table:
     """Error, correlation, slope and effective sample size by forward and number of updates."""
     rows = []
@@ -93,7 +114,7 @@ def ratio_table(found: dict[int, dict[str, Any]], *, kind: str, words: str) -> T
         "effective sample size",
         "truncated (%)",
     )
-    return Table(header, tuple(rows), f"{words}, against r, the FP4 engine's own log-ratio on the old tokens.")
+    return Table(header, tuple(rows), f"{words}, against r, the engine's own log-ratio on the old tokens.")
 
 
 def truth_table(found: dict[int, dict[str, Any]]) -> Table:

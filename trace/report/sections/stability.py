@@ -110,7 +110,7 @@ def stability_map(context: Context, grid: dict[str, dict[Point, str]]) -> Figure
 def cell_text(context: Context, name: str) -> str:
     """Reward area, accuracy, and collapsed seeds of one cell."""
     area = estimate(reward_area(context, name))
-    accuracy = estimate(accuracies(context.summary, name, own_execution(without(name, *FREE))))
+    accuracy = estimate(accuracies(context.summary, name, own_execution(name)))
     collapsed, total = collapsed_seeds(context, name)
     mark = "" if not collapsed else " ✕" if total == 1 else f" ✕{collapsed}/{total}"
     shown = f"{area.mean:.2f}" if area else "–"
@@ -130,7 +130,7 @@ def stability_table(context: Context, grid: dict[str, dict[Point, str]]) -> Tabl
                     str(length),
                     str(updates),
                     show(estimate(reward_area(context, name)), scale=1, digits=3),
-                    show(estimate(accuracies(context.summary, name, own_execution(method)))),
+                    show(estimate(accuracies(context.summary, name, own_execution(name)))),
                     f"{collapsed} of {total}",
                 )
             )

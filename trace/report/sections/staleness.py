@@ -32,8 +32,8 @@ def staleness(context: Context) -> Section:
     names = [name for methods in grid.values() for name in methods.values()]
     blocks: list[str | Table | Figure] = [
         "The paper does not raise this question: this is a result of this project, told as it came out. "
-        "Guidance pins the trainer's rounding to the rollout's, also where a newer policy would round otherwise; the "
-        "importance ratio then sees stale data as on-policy.",
+        "Guidance pins the trainer's rounding to the rollout's, also where a newer policy would round otherwise. Does "
+        "the importance ratio still see that a rollout is stale, and what does training make of it?",
         *(findings(context, grid) if grid else ["No training under staleness on this page."]),
     ]
     collapsed = context.collapsed(names)
@@ -62,7 +62,7 @@ def measures(context: Context) -> dict[str, Callable[[str], dict[str, Value]]]:
     """What methods are compared by, each by seed."""
     return {
         "reward area": lambda name: reward_area(context, name),
-        "accuracy": lambda name: accuracies(context.summary, name, own_execution(without(name, *FREE))),
+        "accuracy": lambda name: accuracies(context.summary, name, own_execution(name)),
     }
 
 
@@ -142,7 +142,7 @@ def training_table(context: Context, grid: dict[Point, dict[str, str]]) -> Table
                     method,
                     show(estimate(reward_area(context, name)), scale=1, digits=3),
                     show(estimate(trained(summary, name, "reward_end")), scale=1, digits=3),
-                    show(estimate(accuracies(summary, name, own_execution(method)))),
+                    show(estimate(accuracies(summary, name, own_execution(name)))),
                     show(estimate(trained(summary, name, "logprob_gap_mean")), scale=1, digits=4),
                     f"{sum(bool(record['collapsed']) for record in seeds.values())} of {len(seeds)}",
                     str(len(seeds)),
