@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def snakemake(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.pop("MLFLOW_TRACKING_URI", None)
-    command = [sys.executable, "-P", "-m", "snakemake", "--cores", "2", "--configfile", "config/smoke.yaml", *arguments]
+    # Options last: --configfile takes every word that follows it.
+    command = [sys.executable, "-P", "-m", "snakemake", *arguments, "--cores", "2", "--configfile", "config/smoke.yaml"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
     return done.stdout + done.stderr
@@ -66,3 +67,30 @@ def test_the_whole_workflow(tmp_path: Path) -> None:
     assert "policy" in {model.name for model in client.search_logged_models(experiment_ids)}
 
     assert "Nothing to be done" in snakemake(tmp_path)
+    the_paper_on_top(tmp_path, paths=paths, client=client)
+
+
+def the_paper_on_top(folder: Path, *, paths: RunPaths, client: MlflowClient) -> None:
+    """Two tables at once, with a variant, on the runs of the core suite, which stay; the same curves for all."""
+    variant = "trace@guidance.tensors=k,v"
+    before = {path: path.stat().st_mtime_ns for path in paths.base.glob("train/*/seed0/metrics.json")}
+    output = snakemake(folder, "table1", "storage")
+    for target in ("table1", "storage"):
+        assert f"report: results/smoke/report/{target}/index.html" in output
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    summary = json.loads((paths.target_report("table1") / "summary.json").read_text())
+    assert list(summary["methods"]) == ["bf16", "trace"]
+    assert "trace" in (paths.target_report("table1") / "index.html").read_text()
+    summary = json.loads((paths.target_report("storage") / "summary.json").read_text())
+    assert list(summary["methods"]) == ["trace", variant]
+    kv, both = (summary["methods"][name]["0"]["guidance_bytes_per_token"] for name in (variant, "trace"))
+    assert 0 < kv < both
+    assert not paths.evaluation(variant, 0).exists()
+
+    ids = [found.experiment_id for found in client.search_experiments()]
+    runs = client.search_runs(ids, "tags.rule = 'train' and tags.seed = '0'")
+    assert {run.data.tags["method"] for run in runs} == {"bf16", "qat", "trace", variant}
+    assert len({run.data.tags["mlflow.parentRunId"] for run in runs}) == 1
+    curves = set.intersection(*(set(run.data.metrics) for run in runs))
+    assert {"reward", "gap_mean", "entropy", "tokens_per_s"} <= curves
+    assert "Nothing to be done" in snakemake(folder, "table1", "storage")
