@@ -33,6 +33,27 @@ FORWARDS = {
     "trace_all": "TRACE, 1 bit, all layers",
     "full": "whole codes, all layers",
 }
+COMPARISONS = {
+    "bf16": "BF16 trainer",
+    "qat": "QAT (nearest)",
+    "recorded_scale": "nearest on the recorded scale",
+    "trace": "TRACE, 1 bit, deeper half",
+    "trace_all": "TRACE, 1 bit, all layers",
+    "full": "whole codes, all layers",
+    "bf16_no_r3": "BF16 trainer, without R3",
+    "qat_no_r3": "QAT, without R3",
+    "trace_no_r3": "TRACE, without R3",
+    "full_no_r3": "whole codes, without R3",
+    "qat_weights": "QAT of weights alone",
+    "qat_weights_activations": "QAT of weights and activations",
+    "qat_weights_kv": "QAT of weights and KV",
+    "qat_activations_kv": "QAT of activations and KV",
+    "bf16_both": "BF16 engine and trainer",
+    "bf16_both_no_r3": "BF16 engine and trainer, without R3",
+    "bf16_both_on_fp4_tokens_no_r3": "BF16 engine and trainer on the FP4 engine's tokens, without R3",
+    "engine_fp4_rescored": "FP4 engine on its own tokens, as a prefill (no trainer)",
+    "engine_bf16_on_fp4_tokens": "BF16 engine on the FP4 engine's tokens (no trainer)",
+}
 POLICIES = {"start": "policy before RL", "trace": "policy trained by TRACE"}
 
 
@@ -99,7 +120,8 @@ def decomposition_table(found: Policies, words: str) -> Table:
 
 def sources_table(found: Policies, words: str) -> Table:
     """The gap and the codeword mismatch of every comparison."""
-    names = list(dict.fromkeys(name for policy in found.values() for name in policy["sources"]))
+    measured = {name for policy in found.values() for name in policy["sources"]}
+    names = [name for name in COMPARISONS if name in measured] + sorted(measured - COMPARISONS.keys())
 
     def column(name: str, key: str, error: str | None = None) -> Estimate | None:
         def pick(policy: dict[str, Any]) -> Picked:
@@ -120,14 +142,18 @@ def sources_table(found: Policies, words: str) -> Table:
         )
         rows.append(
             (
-                name.replace("_", " "),
+                COMPARISONS.get(name, name),
                 show(column(name, "gap_mean", "gap_stderr"), scale=1, digits=5),
                 show(column(name, "gap_p99"), scale=1, digits=4),
                 show(column(name, "gap_max"), scale=1, digits=2),
                 show(mismatch, digits=3),
             )
         )
-    return Table(("trainer or comparison", "gap mean", "gap p99", "gap max", "mismatch (%)"), tuple(rows), words)
+    return Table(
+        ("trainer or comparison", "gap mean", "gap p99", "gap max", "mismatch (%)"),
+        tuple(rows),
+        f"Each against the log-probs the FP4 engine sampled with unless it says otherwise, {words}.",
+    )
 
 
 def where_tables(found: Policies, words: str) -> list[Table]:
