@@ -54,7 +54,7 @@ TRAIN = str(PATHS.base / "train" / "{method}" / "seed{seed}")
 QUANTIZED = str(PATHS.base / "quantize" / "{method}" / "seed{seed}")
 EVALUATED = str(PATHS.base / "evaluate" / "{method}" / "seed{seed}")
 PAGE = str(PATHS.target_report("{target}"))
-ANALYSES = {name: str(PATHS.base / "analysis" / name / "seed{seed}.json") for name in ("gap_sources", "ratio")}
+ANALYSES = {"gap_sources": str(PATHS.gap_sources("{seed}")), "ratio": str(PATHS.ratio("{seed}"))}
 LOGS = str(PATHS.base / "logs")
 BENCHMARKS = str(PATHS.base / "benchmarks")
 
