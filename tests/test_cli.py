@@ -226,8 +226,8 @@ def test_plan_counts_guidance_bytes(trace_rl: Callable[..., Result], repository:
         assert figure in table.stdout
     suite = trace_rl("plan", "config/config.yaml", cwd=repository)
     assert suite.returncode == 0, suite.stderr
-    # 6 layers of 128 + 2 * 64 values with whole codes; 3 of them, 1 bit; and an 8-bit scale per 16 values.
-    assert f"{6 * 256 * (4 + 8 / 16) / 8:.0f} B / {3 * 256 * (1 + 8 / 16) / 8:.0f} B" in suite.stdout
+    # 8 layers of 128 + 2 * 64 values with whole codes; 4 of them, 1 bit; and an 8-bit scale per 16 values.
+    assert f"{8 * 256 * (4 + 8 / 16) / 8:.0f} B / {4 * 256 * (1 + 8 / 16) / 8:.0f} B" in suite.stdout
 
 
 def test_method_of_the_wrong_kind_is_a_user_error(trace_rl: Callable[..., Result], repository: Path) -> None:

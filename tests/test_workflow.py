@@ -263,7 +263,7 @@ def test_stability_has_a_grid_and_seeds_of_its_own(fresh_paper: Tree) -> None:
         "",
     )
     assert fresh_paper.wildcards("train", *paper(pages=("stability",))) == {
-        f"method=qat@{'training.' * bool(change)}{change}training.steps=135, seed=5" for change in changes
+        f"method=qat@{'training.' * bool(change)}{change}training.steps=60, seed=5" for change in changes
     }
 
 

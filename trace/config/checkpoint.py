@@ -10,7 +10,7 @@ from trace_rl.config.base import Section
 class MiniatureModel(Section):
     """Architecture of the miniature Qwen3-MoE; every FP4 dimension must be a multiple of the format's block."""
 
-    num_layers: int = Field(default=6, ge=2)
+    num_layers: int = Field(default=8, ge=2)
     """Decoder layers, each with routed experts."""
     hidden_size: int = Field(default=128, ge=16)
     """Width of the residual stream."""

@@ -81,7 +81,7 @@ class TablesConfig(Section):
     """Policy versions between the generation of a batch and its use; at most ``training.max_version_diff``."""
     staleness_learning_rates: tuple[float, ...] = Field(default=(3e-4, 1e-3), min_length=1)
     """Learning rates of the staleness study."""
-    staleness_steps: int | None = Field(default=None, ge=1)
+    staleness_steps: int | None = Field(default=60, ge=1)
     """Steps of the staleness study; null takes ``training.steps`` and shares runs with the other tables."""
 
 
@@ -96,7 +96,7 @@ class StabilityConfig(Section):
     """Longest responses in tokens."""
     updates_per_rollout: tuple[int, ...] = Field(default=(1, 4), min_length=1)
     """Optimizer steps per rollout batch."""
-    steps: int | None = Field(default=135, ge=1)
+    steps: int | None = Field(default=60, ge=1)
     """Steps of each run; null takes ``training.steps``."""
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     """Seeds of each point."""

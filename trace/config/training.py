@@ -8,7 +8,7 @@ from trace_rl.config.base import Section
 class TrainingConfig(Section):
     """Budget and hyperparameters, equal for every method of a suite."""
 
-    steps: int = Field(default=270, ge=1)
+    steps: int = Field(default=120, ge=1)
     """Policy versions to train; one rollout batch each."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts of one rollout batch."""
@@ -34,9 +34,9 @@ class TrainingConfig(Section):
     """Trajectories older than this many versions are dropped and counted."""
     advantage_std: bool = True
     """Divide group-relative advantages by the group's standard deviation; false is the MiniRL form (2512.01374)."""
-    checkpoint_every: int = Field(default=25, ge=1)
+    checkpoint_every: int = Field(default=20, ge=1)
     """Steps between checkpoints."""
-    diagnose_every: int = Field(default=25, ge=1)
+    diagnose_every: int = Field(default=20, ge=1)
     """Steps between diagnostic batches (full recording, guided and unguided forwards, codeword statistics)."""
     diagnose_prompts: int = Field(default=8, ge=1)
     """Prompts of a diagnostic batch, one sample each."""
