@@ -27,9 +27,10 @@ def test_an_unpinned_weight_needs_one_more_forward_and_an_anchored_ratio_two():
     anchored = ratios(old_policy="sampling", staleness="rtn")
     assert anchored.from_sampling and not anchored.from_current
     assert anchored.forwards(has_old=True) == ("guided", "rtn")
+    assert ratios(old_policy="sampling", staleness="bf16").forwards(has_old=True) == ("guided", "off")
 
 
-@pytest.mark.parametrize("spec", [{}, {"old_policy": "sampling"}, {"old_policy": "sampling", "staleness": "off"}])
+@pytest.mark.parametrize("spec", [{}, {"old_policy": "sampling"}, {"old_policy": "sampling", "staleness": "bf16"}])
 def test_fresh_batches_trained_once_keep_no_logprobs(spec):
     """The policy that sampled them is the policy that trains on them."""
     fresh = ratios(training=FRESH, **spec)

@@ -62,7 +62,7 @@ class RatioSpec(Section):
     staleness; ``sampling``, the version that sampled the batch, so that the clipped ratio carries it."""
     mismatch: Literal["own", "rtn"] = "own"
     """Forward of pi_old in the mismatch weight: the method's own, or round to nearest without guidance."""
-    staleness: Literal["own", "rtn", "off"] = "own"
+    staleness: Literal["own", "rtn", "bf16"] = "own"
     """Forward of both sides of the staleness ratio: the method's own, round to nearest, or BF16. The gradient goes
     through the method's own forward in every case."""
 

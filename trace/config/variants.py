@@ -51,7 +51,9 @@ def _apply(data: dict[str, Any], change: str, *, variant: str) -> None:
 
 
 def _scalar(text: str) -> Any:
-    """A YAML scalar; numbers in exponent form count as numbers with or without a point."""
+    """A YAML scalar, except that `on`, `off`, `yes`, `no` are words and exponents need no point (YAML 1.2)."""
+    if text.lower() in ("on", "off", "yes", "no", "y", "n"):
+        return text
     value = yaml.safe_load(text)
     if isinstance(value, str):
         try:

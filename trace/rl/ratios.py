@@ -50,7 +50,7 @@ class Ratios:
         return cls(
             own=mode,
             mismatch=mode if spec.mismatch == "own" else spec.mismatch,
-            staleness=mode if spec.staleness == "own" else spec.staleness,
+            staleness={"own": mode, "rtn": "rtn", "bf16": "off"}[spec.staleness],
             from_sampling=sampling,
             from_current=not sampling,
         )
