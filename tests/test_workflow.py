@@ -43,8 +43,16 @@ PAPER = {
         "staleness": ["trace"],
         "staleness_levels": [0, 1],
         "staleness_learning_rates": [0.0003],
+        "staleness_steps": None,
     },
-    "stability": {"methods": ["qat"], "learning_rates": [0.0003, 0.001], "max_new_tokens": [48], "seeds": [5]},
+    "stability": {
+        "methods": ["qat"],
+        "learning_rates": [0.0003, 0.001],
+        "max_new_tokens": [48],
+        "updates_per_rollout": [1, 4],
+        "steps": 50,
+        "seeds": [5],
+    },
 }
 PAGES = ("table1", "table4", "table5", "table7", "mismatch", "storage", "staleness", "paper")
 TRAININGS = ("bf16", "qat", "trace", MXFP4, LAST, KV, "trace@training.staleness=1")
@@ -263,7 +271,7 @@ def test_stability_has_a_grid_and_seeds_of_its_own(fresh_paper: Tree) -> None:
         "",
     )
     assert fresh_paper.wildcards("train", *paper(pages=("stability",))) == {
-        f"method=qat@{'training.' * bool(change)}{change}training.steps=60, seed=5" for change in changes
+        f"method=qat@{'training.' * bool(change)}{change}training.steps=50, seed=5" for change in changes
     }
 
 
