@@ -54,6 +54,7 @@ def test_a_grid_leaves_out_what_the_experiment_says_anyway():
         "staleness": ["trace", "qat@loss.tis_cap=null"],
         "staleness_levels": [0, 3],
         "staleness_learning_rates": [3e-4, 1e-5],
+        "staleness_steps": None,
     }
     experiment = ExperimentConfig(tables=tables)
     names = targets.target_names(experiment, "staleness")
