@@ -177,6 +177,8 @@ class ExperimentConfig(Section):
         if not self.suite.methods or not self.suite.seeds:
             raise ValueError("suite.methods and suite.seeds must not be empty")
         for name, seeds in (("suite", self.suite.seeds), ("stability", self.stability.seeds)):
+            if min(seeds) < 0:
+                raise ValueError(f"{name}.seeds {list(seeds)} names a negative seed; choose seeds from 0 on")
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"{name}.seeds {list(seeds)} names a seed twice, which would count one run as two")
         return self

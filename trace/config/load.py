@@ -12,6 +12,8 @@ from trace_rl.config.variants import split_name, vary
 from trace_rl.errors import UserError
 
 _METHOD = TypeAdapter(MethodConfig)
+LONGEST_NAME = 200
+"""Characters of a method's name; file systems allow 255 bytes in a folder's."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -55,6 +57,11 @@ def load_experiment(path: Path) -> ExperimentConfig:
 def load_method(path: Path) -> RlMethod | PtqMethod:
     """The method of ``path``, ``<folder>/<name>.yaml``, where the name may be that of a variant (`variants`)."""
     name = path.name.removesuffix(".yaml")
+    if len(name) > LONGEST_NAME:
+        raise UserError(
+            f"method {name[:40]}...: {len(name)} characters, and results are folders of this name; give it a file of "
+            f"its own in {path.parent}, with a name of at most {LONGEST_NAME}"
+        )
     base, changes = split_name(name)
     file = path.with_name(f"{base}.yaml")
     data = read_yaml(file)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from trace_rl.config.base import Section
 from trace_rl.config.guidance import GuidanceSpec
-from trace_rl.config.loss import GrpoLoss, Loss
+from trace_rl.config.loss import GrpoLoss, Loss, ScoreCenteringLoss
 from trace_rl.config.quant import (
     RESIDUAL_SHARE,
     WITHOUT_CODEWORDS,
@@ -125,7 +125,17 @@ class RlMethod(Section):
             raise ValueError(
                 f"method {self.name}: a ratio of rtn forwards needs an FP4 trainer; set trainer or use own"
             )
+        if isinstance(self.loss, ScoreCenteringLoss) and self.ratio != RatioSpec():
+            raise ValueError(
+                f"method {self.name}: ratio has no effect on score centering, which weighs by pi_theta / pi_rollout; "
+                "remove it"
+            )
         if self.format is not None:
+            if not (self.rollout.enabled or self.trainer.enabled):
+                raise ValueError(
+                    f"method {self.name}: format has no effect where neither rollout nor trainer is FP4; remove it, or "
+                    "quantize the policy afterwards with a ptq method of this format"
+                )
             self.check_format(self.format)
         return self
 

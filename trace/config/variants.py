@@ -54,7 +54,10 @@ def _scalar(text: str) -> Any:
     """A YAML scalar, except that `on`, `off`, `yes`, `no` are words and exponents need no point (YAML 1.2)."""
     if text.lower() in ("on", "off", "yes", "no", "y", "n"):
         return text
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # "=", "*x", the 45th of a month: words, which the types then judge
+        return text
     if isinstance(value, str):
         try:
             return float(value)
