@@ -126,6 +126,7 @@ def test_every_key_has_a_meaning():
         ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0"),
         ({"training": {"staleness": 9}}, "raise max_version_diff or lower staleness"),
         ({"suite": {"seeds": [1, 1]}}, "suite.seeds [1, 1] names a seed twice"),
+        ({"stability": {"seeds": [-1]}}, "stability.seeds [-1] names a negative seed"),
     ],
 )
 def test_a_mistake_is_one_line_with_key_and_remedy(data, message):
@@ -173,6 +174,9 @@ def test_a_stage_depends_on_what_it_imports_and_on_nothing_else():
     )
     assert loss in train
     assert plugin in train
+    # What of the configuration computes: a method's quantization, the experiment with a variant's budget.
+    assert {f"trace_rl.config.{name}" for name in ("quant", "guidance", "loss", "method", "overrides")} <= train
+    assert not {f"trace_rl.config.{name}" for name in ("load", "tables", "training", "experiment")} & train
     assert figures in report
     assert figures not in train
     assert loss not in report | checkpoint
@@ -282,6 +286,23 @@ def test_a_senseless_format_is_refused_with_a_remedy(format, message):
     ],
 )
 def test_a_format_that_does_not_suit_a_method_is_refused_with_a_remedy(variant, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_method(ROOT / f"config/methods/{variant}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("trace@guidance.bits==", "Input should be 1, 2, 3 or 4"),
+        ("trace@guidance.bits=*x", "Input should be 1, 2, 3 or 4"),
+        ("trace@guidance.bits=[1", "Input should be 1, 2, 3 or 4"),
+        ("trace@training.steps=2001-13-45", "training.steps: Input should be a valid integer"),
+        ("bf16@format=mxfp4", "format has no effect where neither rollout nor trainer is FP4"),
+        ("sc@ratio.old_policy=sampling", "ratio has no effect on score centering"),
+        ("x" * 300, "a name of at most 200"),
+    ],
+)
+def test_a_variant_without_sense_is_one_error(variant, message):
     with pytest.raises(UserError, match=re.escape(message)):
         load_method(ROOT / f"config/methods/{variant}.yaml")
 

@@ -56,8 +56,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 # Stages of the core suite, which takes the first seed only: another one must not run them again.
 CORE = ("summary", "report")
 
-# Settings are compared by value; tracking and errors never change a result. `quant`, `guidance` and `paths` compute.
-_WITHOUT_EFFECT = re.compile(rf"{PACKAGE}\.(cli|errors|tracking|config(\.(?!quant$|guidance$|paths$)\w+)?)$")
+# Settings are compared by value; tracking and errors never change a result. Some modules of `config` compute.
+_COMPUTES = "guidance|loss|method|overrides|paths|quant"
+_WITHOUT_EFFECT = re.compile(rf"{PACKAGE}\.(cli|errors|tracking|config(\.(?!({_COMPUTES})$)\w+)?)$")
 _DATA_SUFFIXES = {".yaml", ".yml", ".json", ".j2", ".html", ".css", ".txt", ".jinja", ".cpp", ".h"}
 
 
