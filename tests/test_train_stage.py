@@ -49,6 +49,22 @@ def test_guidance_closes_the_gap_that_nearest_rounding_leaves(tmp_path):
     assert row["diag/own/gap_mean"] <= row["diag/rtn/gap_mean"] < row["diag/off/gap_mean"]
 
 
+def test_a_run_is_identified_by_the_scales_it_uses(tmp_path):
+    """In a format of its own they follow from calibrated magnitudes, which the file of MXFP4's scales (1) hides."""
+    config = tiny_config(format="mxfp4")
+    paths = tiny_run(tmp_path, config=config)
+    amax = {tensor: dict.fromkeys(range(3), 2.0) for tensor in ("fc1", "fc2", "k", "v")}
+
+    def identities(margin: float) -> dict[str, str]:
+        paths.calibration_metrics.write_text(json.dumps({"amax": amax, "margin": margin}))
+        methods = {name: load_method(METHODS / f"{name}.yaml") for name in ("bf16", "qat", "qat@format=nvfp4")}
+        return {name: train.run_identity(config, paths, method=m, seed=0) for name, m in methods.items()}
+
+    before, after = identities(1.25), identities(2.0)
+    assert len(set(before.values())) == 3
+    assert {name for name in before if before[name] != after[name]} == {"qat@format=nvfp4"}
+
+
 def kill_after_first_checkpoint(argv: list[str], *, state: Path, timeout_s: float = 240.0) -> None:
     """Start a training process and kill -9 it once a checkpoint stands."""
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
@@ -62,35 +78,41 @@ def kill_after_first_checkpoint(argv: list[str], *, state: Path, timeout_s: floa
 
 
 @pytest.mark.parametrize(
-    ("engine", "staleness"),
+    ("engine", "staleness", "method"),
     [
-        pytest.param("torch", 1, marks=pytest.mark.slow),
-        pytest.param("vllm", 0, marks=[pytest.mark.slow, pytest.mark.engine]),
+        pytest.param("torch", 1, "trace", marks=pytest.mark.slow),
+        pytest.param("torch", 2, "trace_anchored", marks=pytest.mark.slow),
+        pytest.param("vllm", 0, "trace", marks=[pytest.mark.slow, pytest.mark.engine]),
     ],
 )
-def test_killed_and_continued_equals_uninterrupted(tmp_path, engine, staleness):
-    config = tiny_config(engine={"name": engine}, training={"steps": 8, "checkpoint_every": 2, "staleness": staleness})
+def test_killed_and_continued_equals_uninterrupted(tmp_path, engine, staleness, method):
+    # A random policy earns nothing, so that advantages are zero: weight decay is what moves it here.
+    moving = {"weight_decay": 1.0, "learning_rate": 0.02}
+    schedule = {"steps": 8, "checkpoint_every": 2, "staleness": staleness}
+    config = tiny_config(engine={"name": engine}, training=schedule | moving)
     killed, whole = (tiny_run(tmp_path / name, config=config) for name in ("killed", "whole"))
 
     def argv(root: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "trace_rl", "train", "--method", "trace", "--seed", "0"),
+            *(sys.executable, "-m", "trace_rl", "train", "--method", method, "--seed", "0"),
             *("--config", config.model_dump_json(), "--results", str(tmp_path / root)),
         ]
 
     kill_after_first_checkpoint(argv("killed"), state=killed.base / "state")
-    assert not (killed.train("trace", 0) / "policy").exists()
+    assert not (killed.train(method, 0) / "policy").exists()
     continued = subprocess.run(argv("killed"), check=True, capture_output=True, text=True)
     assert "continuing after step" in continued.stdout
     subprocess.run(argv("whole"), check=True, capture_output=True)
-    assert identical(policy(killed, "trace"), policy(whole, "trace"))
+    assert identical(policy(killed, method), policy(whole, method))
 
     def rows(paths: RunPaths) -> list[dict]:
-        lines = (paths.train("trace", 0) / "metrics.jsonl").read_text().splitlines()
+        lines = (paths.train(method, 0) / "metrics.jsonl").read_text().splitlines()
         timed = ("seconds/", "quantize_s/", "tokens_per_s")
         return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
     assert rows(killed) == rows(whole)
+    assert not identical(policy(whole, method), load_file(whole.checkpoint / "model.safetensors"))
+    assert (rows(whole)[-1]["log_ratio_abs"] > 0) == (method == "trace_anchored")  # log-probs that waited in the queue
     again = subprocess.run(argv("whole"), check=True, capture_output=True, text=True)
     assert "all 8 steps are done" in again.stdout
-    assert identical(policy(killed, "trace"), policy(whole, "trace"))
+    assert identical(policy(killed, method), policy(whole, method))

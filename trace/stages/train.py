@@ -232,6 +232,8 @@ def sample_table(this: TrainRun, trainer: Trainer, tokenizer: PreTrainedTokenize
 def run_identity(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: int) -> str:
     """Digest of everything that decides the final weights."""
     dumped = config.model_dump(mode="json")
+    quant = method.rollout_quant(config.format)
+    scales = calibrated_scales(config, paths, quant=quant)
     return digest_of(
         {
             "sections": {name: dumped[name] for name in IDENTITY_SECTIONS},
@@ -240,7 +242,8 @@ def run_identity(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod,
             "code": code_digest("train"),
             "checkpoint": json.loads((paths.checkpoint / "manifest.json").read_text()),
             "data": json.loads((paths.data / "manifest.json").read_text()),
-            "scales": json.loads(paths.scales.read_text()),
+            # Those in use: in a format of the method's own they are not in the calibration's file of scales.
+            "scales": None if scales is None else scales.to_json(residual=quant.residual != "none"),
         }
     )
 
