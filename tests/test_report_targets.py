@@ -1,25 +1,29 @@
 """Pages of the paper's tables: complete, small, self-contained, and honest about what collapsed or is missing."""
 
+import dataclasses
 import itertools
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from report_runs import artifacts, gap_sources, over_seeds, ratio, record, score, steps_of, summary_of
 
 from trace_rl.config.experiment import ExperimentConfig
-from trace_rl.config.load import parse_experiment
+from trace_rl.config.load import load_method, parse_experiment
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.targets import TARGETS, target_methods, target_names
+from trace_rl.config.targets import TARGETS, evaluated_names, target_methods, target_names
 from trace_rl.errors import UserError
 from trace_rl.report.claim import accuracy_difference
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Table, write
 from trace_rl.report.labels import base, label, without
+from trace_rl.report.sections.accuracy import accuracy_table
 from trace_rl.report.target_page import build_target
 from trace_rl.stages import tables
 
+METHODS = Path(__file__).resolve().parents[1] / "config/methods"
 SEEDS = (0, 1, 2)
 PAGE_LIMIT = 2_000_000
 """Bytes of a page with everything its Markdown needs."""
@@ -40,6 +44,8 @@ def a_method(name: str, *, level: float, layers: int = 8) -> dict:
 
 def a_context(config: ExperimentConfig, names: tuple[str, ...], *, num_steps: int = 270, **settings) -> Context:
     methods = {name: a_method(name, level=0.5 + 0.002 * index) for index, name in enumerate(names)}
+    for name in set(names) - set(evaluated_names(config, "paper")):
+        methods[name] = {seed: found | {"accuracy": {}} for seed, found in methods[name].items()}
     return Context(
         summary=summary_of(methods),
         config=config,
@@ -241,6 +247,28 @@ def test_one_seed_decides_nothing_about_rewards(config):
     text = section_text(context, "staleness", "Staleness")
     assert "TRACE is worse" not in text and "TRACE is better" not in text
     assert "are not told apart" in text
+
+
+def test_a_table_names_fp4_executions_that_differ(config):
+    names = ("bf16", "trace", "quads", "resq", "ptq_4over6", "qat@format=mxfp4_w4a8")
+    methods = {name: load_method(METHODS / f"{name}.yaml") for name in names}
+    context = dataclasses.replace(a_context(config, names), methods=methods)
+    caption = accuracy_table(context, names).caption
+    assert "weights, activations and KV in nvfp4; different for quads" in caption
+    for words in (
+        "quads (nvfp4, with channels residual compensation)",
+        "resq (nvfp4, with sparse residual compensation)",
+        "ptq_4over6 (weights fouroversix, activations fouroversix, kv nvfp4)",
+        "qat, MXFP4 W4A8 (mxfp4_w4a8)",
+    ):
+        assert words in caption
+    assert not re.search(r"\b(bf16|trace) \(", caption)
+
+
+def test_the_stability_map_says_with_which_length_it_was_evaluated():
+    config = parse_experiment({"evaluate": {"max_new_tokens": 33}}, source="test")
+    context = a_context(config, target_names(config, "stability"))
+    assert "answers of up to 33 tokens" in section_text(context, "stability", "Stability")
 
 
 def test_the_stability_map_says_whether_trace_widens_the_region(config):

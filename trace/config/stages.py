@@ -50,7 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "ratio": (*_ROLLOUT, "training", "suite.methods_dir", "analysis"),
     "summary": ("run", "suite"),
     "report": ("run", "format", "training", "suite"),
-    "tables": (*_ROLLOUT, "training", "suite", "tables", "stability"),
+    "tables": (*_ROLLOUT, "training", "suite", "tables", "stability", "evaluate"),
 }
 
 # Stages of the core suite, which takes the first seed only: another one must not run them again.

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from trace_rl.config.method import PtqMethod, RlMethod
+from trace_rl.config.quant import SCOPES, FormatChoice, QuantSpec
 from trace_rl.report.claim import NOT_REPORTED
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
@@ -66,9 +68,32 @@ def accuracy_table(
     counts = ", ".join(f"{task} {scores['fp4']['n']}" for task, scores in summary["start"]["accuracy"].items())
     caption = (
         f"Greedy decoding through lm-eval, percent. {error_note(context.num_seeds)} Problems per task, the same for "
-        f"every method: {counts}."
+        f"every method: {counts}. {executions_note(context, names)}"
     )
     return Table(header, tuple(rows), caption)
+
+
+def fp4_execution(method: RlMethod | PtqMethod, *, default: FormatChoice) -> QuantSpec:
+    """What a method's FP4 column was evaluated in; ``default`` are the run's formats."""
+    if isinstance(method, RlMethod) and method.rollout.enabled:
+        return method.rollout_quant(default)
+    return QuantSpec(format=method.format if isinstance(method, PtqMethod) else default)
+
+
+def executions_note(context: Context, names: Sequence[str]) -> str:
+    """Which FP4 executions the column compares: a method's own may have another format, or compensate residuals."""
+    usual, others = QuantSpec(format=context.config.format), []
+    for name in context.run_of(list(names)):
+        quant = fp4_execution(context.methods[name], default=usual.format) if name in context.methods else usual
+        if quant.hash() == usual.hash():
+            continue
+        off = [scope for scope in SCOPES if not getattr(quant, scope)]
+        words = str(quant.format)
+        words += f", {' and '.join(off)} in BF16" if off else ""
+        words += f", with {quant.residual} residual compensation" if quant.residual != "none" else ""
+        others.append(f"{label(name)} ({words})")
+    text = f"FP4 is each method's own execution: weights, activations and KV in {usual.format}"
+    return f"{text}; different for {'; '.join(others)}." if others else f"{text}."
 
 
 def accuracy_section(context: Context) -> Section:

@@ -104,7 +104,14 @@ def stability_map(context: Context, grid: dict[str, dict[Point, str]]) -> Figure
     if svg is None:
         return None
     caption = "Colour: mean reward over all steps. Text: reward area, final accuracy; ✕ marks a collapsed run."
+    caption += f" {evaluated_at(context)}"
     return Figure("stability", svg, caption)
+
+
+def evaluated_at(context: Context) -> str:
+    """The length of answers at evaluation, one for the whole map: the stage knows nothing of a run's own."""
+    length = context.config.evaluate.max_new_tokens or context.config.sampling.max_new_tokens
+    return f"Every policy is evaluated with answers of up to {length} tokens, whatever it was trained with."
 
 
 def cell_text(context: Context, name: str) -> str:
@@ -135,4 +142,4 @@ def stability_table(context: Context, grid: dict[str, dict[Point, str]]) -> Tabl
                 )
             )
     header = ("method", "learning rate", "tokens", "updates", "reward area", "accuracy (%)", "collapsed")
-    return Table(header, tuple(rows), "Accuracy in the execution a policy is meant for.")
+    return Table(header, tuple(rows), f"Accuracy in the execution a policy is meant for. {evaluated_at(context)}")
