@@ -196,6 +196,7 @@ def ratio() -> dict:
         "correlation_stderr": 0.02,
         "slope": 0.4,
         "slope_stderr": 0.03,
+        "smooth": {"correlation": 0.3, "correlation_stderr": 0.02, "slope": 0.71, "slope_stderr": 0.03},
     }
     forwards = ("bf16", "qat", "recorded_scale", "trace", "trace_gated", "trace_all", "full")
 

@@ -20,6 +20,7 @@ from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Table, write
 from trace_rl.report.labels import base, label, without
 from trace_rl.report.sections.accuracy import accuracy_table
+from trace_rl.report.sections.ratios import ratio_blocks
 from trace_rl.report.target_page import build_target
 from trace_rl.stages import tables
 
@@ -263,6 +264,16 @@ def test_a_table_names_fp4_executions_that_differ(config):
     ):
         assert words in caption
     assert not re.search(r"\b(bf16|trace) \(", caption)
+
+
+def test_the_ratio_is_also_held_against_an_engine_without_flips(config):
+    """Its correlation with the FP4 engine's is partly of the sampled log-prob that both subtract."""
+    context = dataclasses.replace(a_context(config, ()), analysis={"ratio": {s: ratio() for s in SEEDS}})
+    reading, estimates, *_ = ratio_blocks(context)
+    assert "both subtract the log-prob the rollout sampled with" in reading
+    assert "TRACE, 1 bit, deeper half 0.71" in reading
+    column = estimates.header.index("slope on a BF16 engine's")
+    assert {row[column] for row in estimates.rows} == {"0.710 ± 0.017"}
 
 
 def test_the_stability_map_says_with_which_length_it_was_evaluated():
