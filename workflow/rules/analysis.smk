@@ -37,6 +37,7 @@ rule ratio:
         "../envs/trace.yaml"
     params:
         config=settings("ratio"),
+        method=lambda wildcards: stages.method_json(method_named("qat")),  # whose updates make the rollouts stale
         code=stages.code_digest("ratio"),
     shell:
         "OMP_NUM_THREADS={threads} trace-rl ratio --config {params.config:q} --seed {wildcards.seed} > {log} 2>&1"
