@@ -38,8 +38,9 @@ TABLES = (
 """Targets of the paper and of what it leaves open."""
 PAPER, STABILITY = "paper", "stability"
 TARGETS = (*TABLES, PAPER, STABILITY)
-WITHOUT_EVALUATION = ("storage",)
-"""Targets that show no accuracy, so that no policy is evaluated for them."""
+WITHOUT_EVALUATION = ("storage", "staleness")
+"""Targets that show no accuracy, so that no policy is evaluated for them: bytes have none, and the reward of the last
+steps of the staleness study, sampled in FP4, says as much of its short runs as an evaluation would."""
 ANALYSES = {"gap_sources": ("mismatch", PAPER), "ratio": ("staleness", PAPER)}
 """Analysis stage -> the targets that show what it measured."""
 ANALYSED = "trace"
@@ -71,6 +72,14 @@ def target_names(config: ExperimentConfig, target: str) -> tuple[str, ...]:
     else:
         raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
     return tuple(dict.fromkeys(names))
+
+
+def evaluated_names(config: ExperimentConfig, target: str) -> tuple[str, ...]:
+    """The methods of a target whose final policy is evaluated."""
+    if target != PAPER:
+        return () if target in WITHOUT_EVALUATION else target_names(config, target)
+    shown = [name for table in TABLES for name in evaluated_names(config, table)]
+    return tuple(dict.fromkeys(shown))
 
 
 def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path(".")) -> dict[str, RlMethod | PtqMethod]:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,24 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def collect(
-    paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...], evaluated: bool = True
+    paths: RunPaths,
+    *,
+    methods: dict[str, RlMethod | PtqMethod],
+    seeds: tuple[int, ...],
+    evaluated: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """The summary of some methods and seeds of a run; not ``evaluated``: accuracies are empty, and none is read."""
+    """The summary of some methods and seeds of a run.
+
+    ``evaluated``: names whose accuracies are read, None for all; those of the others are empty.
+    """
+    names = methods.keys() if evaluated is None else methods.keys() & set(evaluated)
     return {
         "run": paths.run,
         "methods": {
-            name: {str(seed): entry(paths, method=method, seed=seed, evaluated=evaluated) for seed in seeds}
+            name: {str(seed): entry(paths, method=method, seed=seed, evaluated=name in names) for seed in seeds}
             for name, method in methods.items()
         },
-        "start": {"accuracy": by_task(read(paths.evaluation_start)) if evaluated else {}},
+        "start": {"accuracy": by_task(read(paths.evaluation_start)) if names else {}},
         "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),

@@ -7,7 +7,7 @@ from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.targets import ANALYSES, WITHOUT_EVALUATION
+from trace_rl.config.targets import ANALYSES, evaluated_names
 from trace_rl.models.checkpoint_io import write_json
 from trace_rl.report.collect import collect, read
 from trace_rl.report.context import Analysis, Context
@@ -28,7 +28,7 @@ def run(
     out = paths.target_report(target)
     with tracking.stage_run(config, stage="tables", paths=paths, wildcards={"target": target}) as tracker:
         context = Context(
-            summary=collect(paths, methods=methods, seeds=seeds, evaluated=target not in WITHOUT_EVALUATION),
+            summary=collect(paths, methods=methods, seeds=seeds, evaluated=evaluated_names(config, target)),
             config=config,
             methods=methods,
             runs=step_metrics(paths, methods=methods, seeds=seeds),

@@ -115,10 +115,9 @@ def trainings(target, methods):
 
 def evaluations(target):
     """Accuracies of a target's methods and of the policy before RL; none for a target that shows no accuracy."""
-    if target in targets.WITHOUT_EVALUATION:
-        return []
+    names = targets.evaluated_names(EXPERIMENT, target)
     seeds = targets.target_seeds(EXPERIMENT, target)
-    return [PATHS.evaluation_start, *expand(rules.evaluate.output, method=target_methods(target), seed=seeds)]
+    return [PATHS.evaluation_start, *expand(rules.evaluate.output, method=names, seed=seeds)] if names else []
 
 
 def analyses(target):

@@ -8,10 +8,9 @@ rate, paired over seeds; its verdicts are stated whichever way they come out.
 from collections.abc import Callable
 
 from trace_rl.config.targets import target_names
-from trace_rl.report.claim import own_execution
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
-from trace_rl.report.estimate import Estimate, Value, accuracies, difference, estimate, show, trained
+from trace_rl.report.estimate import Estimate, Value, difference, estimate, show, trained
 from trace_rl.report.figures.curves import curve_panels
 from trace_rl.report.labels import changes, without
 from trace_rl.report.sections.dynamics import reward_area
@@ -62,7 +61,7 @@ def measures(context: Context) -> dict[str, Callable[[str], dict[str, Value]]]:
     """What methods are compared by, each by seed."""
     return {
         "reward area": lambda name: reward_area(context, name),
-        "accuracy": lambda name: accuracies(context.summary, name, own_execution(name)),
+        "reward, last": lambda name: trained(context.summary, name, "reward_end"),
     }
 
 
@@ -142,7 +141,6 @@ def training_table(context: Context, grid: dict[Point, dict[str, str]]) -> Table
                     method,
                     show(estimate(reward_area(context, name)), scale=1, digits=3),
                     show(estimate(trained(summary, name, "reward_end")), scale=1, digits=3),
-                    show(estimate(accuracies(summary, name, own_execution(name)))),
                     show(estimate(trained(summary, name, "logprob_gap_mean")), scale=1, digits=4),
                     f"{sum(bool(record['collapsed']) for record in seeds.values())} of {len(seeds)}",
                     str(len(seeds)),
@@ -154,12 +152,13 @@ def training_table(context: Context, grid: dict[Point, dict[str, str]]) -> Table
         "method",
         "reward area",
         "reward, last",
-        "accuracy (%)",
         "gap",
         "collapsed",
         "n",
     )
-    caption = "Accuracy in the execution a policy is meant for: BF16 for bf16, FP4 for all others."
+    caption = (
+        "Reward at the sampling temperature, in the rollout's own precision; policies of this study are not evaluated."
+    )
     return Table(header, tuple(rows), caption)
 
 
