@@ -57,11 +57,11 @@ from trace_rl.config.method import RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import BF16
 from trace_rl.errors import UserError
-from trace_rl.formats.static_scales import StaticScales
 from trace_rl.models.checkpoint_io import write_json
 from trace_rl.qat.attach import Qat
 from trace_rl.rl.trainer import Trainer
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
+from trace_rl.stages.calibrated_scales import calibrated_scales
 from trace_rl.stages.train import TrainRun, build_trainer
 from trace_rl.tasks.problem import read_jsonl
 
@@ -116,9 +116,8 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
     with tracking.stage_run(config, stage="ratio", paths=paths, wildcards={"seed": seed}) as tracker:
         model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16, local_files_only=True)
         this = training_run(config, paths, seed=seed)
-        engine = open_engine(
-            paths.checkpoint, quant=this.rollout_quant, scales=StaticScales.load(paths.scales), config=config.engine
-        )
+        scales = calibrated_scales(config, paths, quant=this.rollout_quant)
+        engine = open_engine(paths.checkpoint, quant=this.rollout_quant, scales=scales, config=config.engine)
         try:
             trainer = build_trainer(
                 this, model=model, engine=engine, tokenizer=AutoTokenizer.from_pretrained(paths.checkpoint)
