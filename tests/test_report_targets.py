@@ -21,6 +21,7 @@ from trace_rl.report.document import Figure, Table, write
 from trace_rl.report.labels import base, label, without
 from trace_rl.report.sections.accuracy import accuracy_table
 from trace_rl.report.sections.ratios import ratio_blocks
+from trace_rl.report.sections.tables import against_base
 from trace_rl.report.target_page import build_target
 from trace_rl.stages import tables
 
@@ -274,6 +275,24 @@ def test_the_ratio_is_also_held_against_an_engine_without_flips(config):
     assert "TRACE, 1 bit, deeper half 0.71" in reading
     column = estimates.header.index("slope on a BF16 engine's")
     assert {row[column] for row in estimates.rows} == {"0.710 ± 0.017"}
+
+
+def test_one_seed_resolves_no_gap(config):
+    names = ["trace", "trace@guidance.bits=2"]
+    method = over_seeds(fp4=[0.5], bf16=[0.5], gap=0.01)
+    wider = over_seeds(fp4=[0.9], bf16=[0.5], gap=0.02)
+    context = dataclasses.replace(
+        a_context(config, ()), summary=summary_of(dict(zip(names, (method, wider), strict=True)))
+    )
+    (row,) = against_base(context, names).rows
+    assert (row[2], row[4]) == ("yes", "no error known")
+
+
+def test_the_staleness_page_counts_its_comparisons(config):
+    names = target_names(config, "staleness")
+    text = section_text(a_context(config, names), "staleness", "Staleness")
+    resolved, compared, chance = map(int, re.search(r"(\d+) of the (\d+) comp.*? about (\d+) would", text).groups())
+    assert resolved <= compared and chance == round(compared / 20) > 0
 
 
 def test_the_stability_map_says_with_which_length_it_was_evaluated():

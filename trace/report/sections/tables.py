@@ -7,7 +7,7 @@ from trace_rl.report.accuracy_claims import TABLE5_ROWS, table4_cells
 from trace_rl.report.claim import accuracy_difference, show_difference
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
-from trace_rl.report.estimate import difference, estimate, show, trained
+from trace_rl.report.estimate import Estimate, difference, estimate, show, trained
 from trace_rl.report.labels import base, label
 from trace_rl.report.sections.accuracy import accuracy_figures, accuracy_table
 from trace_rl.report.sections.opening import opening
@@ -173,6 +173,13 @@ def ablations(context: Context) -> Section:
     return Section("Ablations", blocks)
 
 
+def resolution(found: Estimate) -> str:
+    """Whether a difference is beyond its error; a bare number has none, and a difference of 0 needs none."""
+    if found.source == "none" and found.mean:
+        return "no error known"
+    return "yes" if abs(found.mean) > found.slack else "no"
+
+
 def against_base(context: Context, names: list[str]) -> Table:
     """Each variant against its own base: paired differences of accuracy and gap."""
     rows = []
@@ -190,9 +197,9 @@ def against_base(context: Context, names: list[str]) -> Table:
             (
                 label(name),
                 show_difference(accuracy),
-                "yes" if abs(accuracy.mean) > accuracy.slack else "no",
+                resolution(accuracy),
                 show(gap, scale=1, digits=5, signed=True),
-                "yes" if abs(gap.mean) > gap.slack else "no",
+                resolution(gap),
             )
         )
     header = ("variant, against its base", "accuracy (points)", "resolved?", "mean abs Δ log p", "resolved?")
