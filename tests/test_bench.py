@@ -281,6 +281,13 @@ def test_what_kernels_cannot_be_measured_on_is_a_user_error(trace_rl, arguments,
 # bench step -------------------------------------------------------------------------------------------------------
 
 
+def test_steps_are_timed_on_one_budget():
+    bench = {"step_methods": ["qat", "qat@training.staleness=3"]}
+    config = ExperimentConfig(bench=bench, suite={"methods_dir": METHODS_DIR})
+    with pytest.raises(UserError, match="qat@training.staleness=3; steps are timed on one budget"):
+        bench_step.step_methods(config)
+
+
 def step(*, scale: float = 1.0, tokens: float = 100.0, **seconds: float) -> bench_step.StepRow:
     """A step of one second per phase, times ``scale``; ``seconds`` are added to a phase."""
     row = dict.fromkeys((*bench_step.PHASES, *bench_step.QUANTIZE), 0.0)

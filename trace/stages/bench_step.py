@@ -34,7 +34,7 @@ from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.load import load_method
-from trace_rl.config.method import RlMethod
+from trace_rl.config.method import RlMethod, TrainingOverrides
 from trace_rl.config.paths import RunPaths
 from trace_rl.errors import UserError
 from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
@@ -114,6 +114,10 @@ def step_methods(config: ExperimentConfig) -> dict[str, RlMethod]:
         method = load_method(Path(config.suite.methods_dir) / f"{name}.yaml")
         if not isinstance(method, RlMethod):
             raise UserError(f"bench.step_methods has {name}, which is quantized after training and has no RL step")
+        if method.training != TrainingOverrides():
+            raise UserError(
+                f"bench.step_methods has {name}; steps are timed on one budget, so drop its training settings"
+            )
         methods[name] = method
     return methods
 
