@@ -52,6 +52,7 @@ def test_every_target_of_every_shipped_experiment_has_its_methods(path, target):
 def test_a_grid_leaves_out_what_the_experiment_says_anyway():
     tables = {
         "staleness": ["trace", "qat@loss.tis_cap=null"],
+        "staleness_only": [],
         "staleness_levels": [0, 3],
         "staleness_learning_rates": [3e-4, 1e-5],
         "staleness_steps": None,
@@ -75,6 +76,18 @@ def test_a_grid_leaves_out_what_the_experiment_says_anyway():
     assert "trace@training.staleness=0+training.learning_rate=0.0003" in targets.target_names(stale, "staleness")
 
 
+def test_methods_that_differ_only_under_staleness_are_not_trained_without_it():
+    tables = {"staleness": ["trace"], "staleness_only": ["trace_anchored"], "staleness_learning_rates": [3e-4]}
+    experiment = ExperimentConfig(tables=tables | {"staleness_steps": None})
+    assert targets.target_names(experiment, "staleness") == (
+        "trace",
+        "trace@training.staleness=1",
+        "trace@training.staleness=3",
+        "trace_anchored@training.staleness=1",
+        "trace_anchored@training.staleness=3",
+    )
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     level=st.integers(0, 3), rate=st.floats(1e-7, 0.9, allow_subnormal=False), steps=st.none() | st.integers(1, 10_000)
@@ -82,6 +95,7 @@ def test_a_grid_leaves_out_what_the_experiment_says_anyway():
 def test_a_grid_point_survives_its_name(level, rate, steps):
     tables = {
         "staleness": ["qat"],
+        "staleness_only": [],
         "staleness_levels": [level],
         "staleness_learning_rates": [rate],
         "staleness_steps": steps,

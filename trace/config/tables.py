@@ -75,8 +75,14 @@ class TablesConfig(Section):
         "trace@guidance.tensors=k,v",
     )
     """One thing switched off at a time: routing replay, truncated importance weights, guidance of KV or activations."""
-    staleness: tuple[str, ...] = ("bf16", "qat", "trace", "trace_unpinned", "trace_gated", "trace_anchored")
+    staleness: tuple[str, ...] = ("bf16", "qat", "trace", "trace_unpinned", "trace_gated")
     """Training under staleness: each of these at all of ``staleness_levels`` and ``staleness_learning_rates``."""
+    staleness_only: tuple[str, ...] = (
+        "trace_anchored",
+        "qat@ratio.old_policy=sampling",
+        "trace@ratio.old_policy=sampling",
+    )
+    """Methods that are another one of the study where nothing is stale: at the levels above 0 only."""
     staleness_levels: tuple[int, ...] = Field(default=(0, 1, 3), min_length=1)
     """Policy versions between the generation of a batch and its use; at most ``training.max_version_diff``."""
     staleness_learning_rates: tuple[float, ...] = Field(default=(3e-4, 1e-3), min_length=1)

@@ -117,7 +117,8 @@ def _staleness(config: ExperimentConfig) -> list[str]:
         "learning_rate": tables.staleness_learning_rates,
         "steps": (tables.staleness_steps,),
     }
-    return _expand(config, tables.staleness, grid)
+    stale = {**grid, "staleness": tuple(level for level in tables.staleness_levels if level)}
+    return _expand(config, tables.staleness, grid) + _expand(config, tables.staleness_only, stale)
 
 
 def _stability(config: ExperimentConfig) -> list[str]:

@@ -31,6 +31,8 @@ class MasterAdamW:
         self.warmup_steps = warmup_steps
         self.max_grad_norm = max_grad_norm
         self.updates = 0
+        self.nonfinite_gradients = 0
+        """Updates left out because a gradient was NaN or infinite."""
         self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
 
     def accumulate(self) -> None:
@@ -41,17 +43,25 @@ class MasterAdamW:
                 param.grad = None
 
     def step(self) -> dict[str, float]:
-        """Clip, update the masters, round them into the model; returns gradient norm and learning rate."""
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm, error_if_nonfinite=True)
+        """Clip, update the masters, round them into the model; returns gradient norm and learning rate.
+
+        An update with a NaN or infinite gradient is left out and counted: a diverging run goes on to the end of its
+        budget and is shown as what it is, instead of stopping the suite.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         rate = self.learning_rate * min(1.0, (self.updates + 1) / max(1, self.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        if bool(norm.isfinite()):
+            self.optimizer.step()
+            self.write_back()
+        else:
+            self.nonfinite_gradients += 1
         self.updates += 1
-        self.write_back()
         for master in self.masters:
             master.grad.zero_()
-        return {"grad_norm": float(norm), "learning_rate": rate}
+        found = {"grad_norm": float(norm), "learning_rate": rate}
+        return found | {"nonfinite_gradients": float(self.nonfinite_gradients)}
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -60,8 +70,9 @@ class MasterAdamW:
             param.copy_(master)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, moments and the update count."""
-        return {"masters": self.masters, "optimizer": self.optimizer.state_dict(), "updates": self.updates}
+        """Masters, moments and the counts of updates."""
+        counts = {"updates": self.updates, "nonfinite_gradients": self.nonfinite_gradients}
+        return {"masters": self.masters, "optimizer": self.optimizer.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of the same model and write the masters back."""
@@ -69,4 +80,5 @@ class MasterAdamW:
             master.data.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
+        self.nonfinite_gradients = state["nonfinite_gradients"]
         self.write_back()

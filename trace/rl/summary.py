@@ -1,7 +1,7 @@
 """A finished run in a few numbers.
 
-``collapsed`` is a stated rule, the same for every method: the mean reward of the last steps is below half of the first
-steps'.
+``collapsed`` is a stated rule, the same for every method: the mean reward of the last steps is below half of the best
+that as many steps in a row reached, or an update of the last steps had a gradient that was not finite.
 """
 
 import statistics
@@ -18,10 +18,19 @@ def mean_of(rows: Iterable[dict[str, float]], key: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def best_mean(rows: list[dict[str, float]], *, window: int) -> float:
+    """The highest mean reward of ``window`` steps in a row."""
+    rewards = [row["reward"] for row in rows]
+    return max(statistics.fmean(rewards[i : i + window]) for i in range(len(rewards) - window + 1))
+
+
 def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
     """Reward at both ends, gap, codeword mismatch, guidance bytes and median seconds per phase."""
     window = min(REWARD_WINDOW, max(1, len(rows) // 10))
     start, end = mean_of(rows[:window], "reward"), mean_of(rows[-window:], "reward")
+    best = best_mean(rows, window=window)
+    skipped = [row.get("nonfinite_gradients", 0.0) for row in rows]
+    skipped_lately = skipped[-1] > (skipped[-window - 1] if len(rows) > window else 0.0)
     phases = sorted({key for row in rows for key in row if key.startswith("seconds/")})
     diagnostics = sorted({key for row in rows for key in row if key.startswith("diag/")})
     return {
@@ -29,7 +38,9 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
         "reward_start": start,
         "reward_end": end,
         "reward_gain": end - start,
+        "reward_best": best,
         "reward_window_steps": window,
+        "nonfinite_gradients": skipped[-1],
         "logprob_gap_mean": mean_of(rows, "gap_mean"),
         "logprob_gap_p99": mean_of(rows, "gap_p99"),
         "logprob_gap_max": max(row["gap_max"] for row in rows),
@@ -44,5 +55,5 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
             part: statistics.median(row[f"quantize_s/{part}"] for row in rows) for part in ("activations", "weights")
         },
         "diagnostics": {key: mean_of(rows, key) for key in diagnostics},
-        "collapsed": end < COLLAPSE_RATIO * start,
+        "collapsed": end < COLLAPSE_RATIO * best or skipped_lately,
     }

@@ -225,9 +225,7 @@ class Trainer:
                 with watch.phase("train_forward"):
                     inputs, entropy = self.loss_input(
                         batch,
-                        old=None
-                        if old is None
-                        else {mode: torch.cat([by[i] for i in rows]) for mode, by in old.items()},
+                        old=rows_of(old, rows),
                         advantages=data.advantages[rows][batch.trajectory_index],
                     )
                     loss = compute(inputs, self.method.loss)

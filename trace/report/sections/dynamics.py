@@ -74,7 +74,7 @@ def reward_table(context: Context, names: Sequence[str]) -> Table:
     header = ("method", "steps", "reward, first", "reward, last", "gain", "area", "collapsed", "n")
     caption = (
         f"Reward at the sampling temperature, averaged over the first and last {window} steps; area is its mean "
-        "over all steps; ± over seeds, none with one. Collapsed: the last below half of the first."
+        "over all steps; ± over seeds, none with one. Collapsed: the last below half of the best."
     )
     return Table(header, tuple(rows), caption)
 

@@ -80,7 +80,7 @@ def reading(context: Context, grid: dict[str, dict[Point, str]]) -> Sequence[str
             paragraphs.insert(0, f"{text}.")
     if context.num_seeds == 1:
         paragraphs.append("One seed a cell: a single collapse near the edge of the region may go either way.")
-    paragraphs.append("The paper's accounts have no such map. Collapsed: the last reward below half of the first.")
+    paragraphs.append("The paper's accounts have no such map. Collapsed: the last reward below half of the best.")
     return paragraphs
 
 
