@@ -16,6 +16,19 @@ CHOICES = (
     ("Tie between bracket members under full guidance", "the round-to-nearest choice"),
     ("PPO clip range", "0.2 / 0.27, from MiniRL (2512.01374)"),
     ("MXFP4 scale rule", "rceil"),
+    ("MXFP8 activations of W4A8", "E4M3 in blocks of 32, shared exponent floor(log2 amax) - 8 as in OCP MX"),
+    ("Guidance of W4A8", "K and V only: FP8 activations have no FP4 codeword to follow"),
+    (
+        "Which pi_old under staleness",
+        "the trainer's before the batch's first update, so that the truncated weight carries the staleness; "
+        "ratio.old_policy: sampling takes the version that sampled",
+    ),
+    (
+        "FP4 execution at evaluation",
+        "as the method rolls out, with its own format and residual; all scopes in the experiment's format for a method "
+        "that rolls out in BF16",
+    ),
+    ("Residual channels of QUADS, column importance of H-Scale", "from calibration on the policy before RL"),
     ("Recorded tokens", "prompt and response; the last sampled token is never fed and has no record"),
     ("Gated guidance", "off (guidance.gate = 0.5)"),
     (
