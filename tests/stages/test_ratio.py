@@ -21,7 +21,9 @@ def config(tiny_run, repository):
     training = tiny_run.config.training.model_copy(
         update={"prompts_per_step": 4, "samples_per_prompt": 4, "learning_rate": LEARNING_RATE}
     )
-    analysis = tiny_run.config.analysis.model_copy(update={"num_prompts": 8, "updates": (1, 2), "resamples": 20})
+    analysis = tiny_run.config.analysis.model_copy(
+        update={"num_prompts": 8, "updates": (1, 2), "burn_in": 0, "resamples": 20}
+    )
     suite = tiny_run.config.suite.model_copy(update={"methods_dir": str(repository / "config" / "methods")})
     return tiny_run.config.model_copy(update={"training": training, "analysis": analysis, "suite": suite})
 

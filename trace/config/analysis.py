@@ -18,7 +18,7 @@ class AnalysisConfig(Section):
     """Response tokens of one position bin."""
     updates: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
     """Numbers of updates after which the importance ratio is measured, ascending."""
-    burn_in: int = Field(default=0, ge=0)
+    burn_in: int = Field(default=10, ge=0)
     """Updates before the old policy rolls out. With 0 the measured updates are the optimizer's first, at the full
     learning rate; otherwise the warm-up falls into the burn-in."""
     resamples: int = Field(default=200, ge=2)
