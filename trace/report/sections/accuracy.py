@@ -1,6 +1,9 @@
 """Final accuracy: the table every accuracy section shows, and the whole-suite section with its figures."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.quant import SCOPES, FormatChoice, QuantSpec
@@ -37,14 +40,13 @@ def accuracy_table(
         (
             "before RL",
             *(("–",) if reported is not None else ()),
-            "",
-            "",
+            *(show(start_mean(summary, execution)) for execution in ("fp4", "bf16")),
             *(
                 show(Estimate(scores[execution]["mean"], scores[execution]["stderr"], 1))
                 for execution in ("fp4", "bf16")
                 for scores in summary["start"]["accuracy"].values()
             ),
-            "",
+            "–",
             "–",
         )
     ]
@@ -103,6 +105,13 @@ def accuracy_section(context: Context) -> Section:
     if len(names) <= FIGURE_METHODS:
         blocks += accuracy_figures(context, names, prefix="accuracy")
     return Section("Final accuracy", blocks)
+
+
+def start_mean(summary: dict[str, Any], execution: str) -> Estimate:
+    """Mean over tasks of the policy before RL, with the evaluation's error."""
+    scores = [by_execution[execution] for by_execution in summary["start"]["accuracy"].values()]
+    stderr = math.hypot(*(score["stderr"] for score in scores)) / len(scores)
+    return Estimate(statistics.fmean(score["mean"] for score in scores), stderr, 1)
 
 
 def accuracy_figures(context: Context, names: Sequence[str], *, prefix: str) -> list[Figure]:
