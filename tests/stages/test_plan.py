@@ -27,7 +27,7 @@ def test_the_papers_figures(tmp_path, capsys):
 
 def test_an_experiment_is_planned_without_its_checkpoint(capsys):
     rows = plan.run(ExperimentConfig())
-    assert "6*128*(4 + 8/16)/8" in capsys.readouterr().out
+    assert "8*128*(4 + 8/16)/8" in capsys.readouterr().out
     assert next(row for row in rows if row.name == "full / compact").value == 6.0
 
 
