@@ -102,7 +102,7 @@ def test_a_grid_point_survives_its_name(level, rate, steps):
     }
     experiment = ExperimentConfig(tables=tables)
     (method,) = targets.target_methods(experiment, "staleness", root=ROOT).values()
-    effective = with_overrides(experiment, method.training).training
+    effective = with_overrides(experiment, method).training
     assert (effective.staleness, effective.learning_rate) == (level, rate)
     assert effective.steps == (steps or experiment.training.steps)
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trace_rl.formats.quantized import Format
-from trace_rl.guidance.align import align_codes
 from trace_rl.qat.collector import Collector, TensorCounts, ladder
 
 MOST_RUNGS = 3
@@ -44,33 +42,8 @@ class PickCollector(Collector):
 
     picks: dict[tuple[int, str], Picks] = field(default_factory=dict)
 
-    def on_codes(
-        self,
-        *,
-        fmt: Format,
-        layer: int,
-        tensor: str,
-        x: Tensor,
-        codes: Tensor,
-        block_scale: Tensor,
-        encode_scale: float,
-        valid: Tensor,
-    ) -> None:
-        super().on_codes(
-            fmt=fmt,
-            layer=layer,
-            tensor=tensor,
-            x=x,
-            codes=codes,
-            block_scale=block_scale,
-            encode_scale=encode_scale,
-            valid=valid,
-        )
-        rows, layout = self.reference
-        keep = valid.nonzero().squeeze(1)
-        rollout, scales = layout.read(rows.reshape(-1, rows.shape[-1])[keep], layer, tensor)
-        whole = align_codes(x[keep], scales, rollout, 4, encode_scale, fmt=fmt)
-        count_picks(self.picks.setdefault((layer, tensor), Picks()), codes=codes[keep], whole=whole, rollout=rollout)
+    def on_compared(self, *, layer: int, tensor: str, codes: Tensor, whole: Tensor, rollout: Tensor) -> None:
+        count_picks(self.picks.setdefault((layer, tensor), Picks()), codes=codes, whole=whole, rollout=rollout)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer and tensor: rates per value, and the counts behind them."""

@@ -97,7 +97,7 @@ def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path("
         if not isinstance(base, RlMethod):
             raise UserError(f"{target}: {method.name} quantizes the policy of {base.name}, which is not trained")
         base.formats(config.format)
-        with_overrides(config, base.training)
+        with_overrides(config, base)
     _check_distinct(methods, target=target)
     return methods
 

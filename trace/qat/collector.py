@@ -119,6 +119,13 @@ class Collector:
             counts.scale_mismatches = int((scale_step != 0).sum())
             counts.scale_steps_over_one = int((scale_step > 1).sum())
         self.tensors.setdefault((layer, tensor), TensorCounts()).add(counts)
+        self.on_compared(layer=layer, tensor=tensor, codes=codes, whole=nearest, rollout=ref_codes)
+
+    def on_compared(self, *, layer: int, tensor: str, codes: Tensor, whole: Tensor, rollout: Tensor) -> None:
+        """For collectors that count more; unpacked codes uint8 [N, C] of the valid rows.
+
+        As the trainer rounded, as whole codes would have it on the rollout's scale, and as the rollout has it.
+        """
 
     def on_scale_recovery(self, *, layer: int, tensor: str, recovered: Tensor, valid: Tensor, detected: int) -> None:
         """Count block scales that two recorded bits did not bring back: exactly, or only the detected ones."""

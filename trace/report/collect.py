@@ -35,8 +35,10 @@ TRAIN_KEYS = (
     "reward_start",
     "reward_end",
     "reward_gain",
+    "reward_best",
     "reward_window_steps",
     "steps",
+    "nonfinite_gradients",
     "collapsed",
     "diagnostics",
 )

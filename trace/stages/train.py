@@ -85,7 +85,7 @@ class TrainRun:
 def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: int) -> None:
     """Train ``method`` with ``seed``; writes ``policy/``, ``metrics.jsonl`` and ``metrics.json``."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    config = with_overrides(config, method.training)
+    config = with_overrides(config, method)
     this = TrainRun(
         config=config,
         paths=paths,

@@ -50,7 +50,7 @@ def ratio_of(
 
 
 def ratio_reading(found: dict[int, dict[str, Any]]) -> str:
-    """The prototype's table beside this one, in a sentence."""
+    """What one update ahead looks like, in a sentence."""
     update = next((number for number in updates_of(found) if number), 1)
     texts, slopes = [], []
     for forward in ("bf16", "qat", "trace", "trace_all"):
@@ -68,8 +68,7 @@ def ratio_reading(found: dict[int, dict[str, Any]]) -> str:
     )
     return (
         f"Correlation of the trainer's log-ratio with the engine's own after {update} "
-        f"update{'s' if update > 1 else ''}: {', '.join(texts)}. A prototype of this project in plain PyTorch had .46 "
-        "(BF16), .45 (QAT), .04 (TRACE) and .10 (one bit, all layers) after one."
+        f"update{'s' if update > 1 else ''}: {', '.join(texts)}."
     ) + (without_flips if slopes else "")
 
 
