@@ -27,6 +27,7 @@ rule ratio:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
     output:
         ANALYSES["ratio"],
     log:

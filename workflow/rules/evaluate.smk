@@ -4,6 +4,7 @@ rule evaluate_start:
         policy=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
     output:
         PATHS.evaluation_start,
     log:
@@ -24,6 +25,7 @@ rule evaluate:
         policy=evaluated_policy,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
     output:
         f"{EVALUATED}/metrics.json",
     log:

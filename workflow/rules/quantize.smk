@@ -3,6 +3,7 @@ rule quantize:
     input:
         policy=base_policy,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
         importance=rules.calibrate.output.importance,
     output:
         directory(QUANTIZED),

@@ -5,6 +5,7 @@ rule train:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
         gates=[rules.audit.output, rules.parity.output],
     output:
         policy=directory(f"{TRAIN}/policy"),
