@@ -7,6 +7,7 @@ Exit codes: 0; 2 for what a user can cause (`error: ...` on standard error); 1 f
 (`failed: ...`) and for a fault, with its traceback; 130 for Ctrl-C.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,6 +50,9 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 CONFIG = "config/config.yaml"
 RESULTS = Path("results")
 
+held = contextlib.ExitStack()
+"""Locks of the running command; `main` lets go of them."""
+
 
 def load(config: str, results: Path, overrides: list[str] | None) -> "tuple[ExperimentConfig, RunPaths]":
     """The validated experiment and where its run keeps artifacts; a rule passes its sections as JSON text."""
@@ -61,6 +65,17 @@ def load(config: str, results: Path, overrides: list[str] | None) -> "tuple[Expe
         override(data, item)
     experiment = parse_experiment(data, source="--config" if inline else config)
     return experiment, RunPaths(run=experiment.run, root=results)
+
+
+def open_run(
+    config: str, results: Path, overrides: list[str] | None, *, job: str
+) -> "tuple[ExperimentConfig, RunPaths]":
+    """What `load` returns, with `job` locked until the command ends; UserError when another process has it."""
+    from trace_rl.stages.run_lock import run_lock
+
+    experiment, paths = load(config, results, overrides)
+    held.enter_context(run_lock(paths, job))
+    return experiment, paths
 
 
 def read_json(text: str) -> dict:
@@ -110,7 +125,7 @@ def checkpoint(config: Config = CONFIG, results: Results = RESULTS, overrides: O
     Trained from scratch, taken from a directory, downloaded from a hub, or upcycled from a packaged model, as
     checkpoint.source says.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="checkpoint")
     from trace_rl.stages import checkpoint
 
     checkpoint.run(experiment, paths)
@@ -122,7 +137,7 @@ def data(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrid
 
     No problem is in two of them.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="data")
     from trace_rl.stages import data
 
     data.run(experiment.data, paths.data)
@@ -134,7 +149,7 @@ def calibrate(config: Config = CONFIG, results: Results = RESULTS, overrides: Ov
 
     Scales of activations and KV, experts that no token chose, and the error of each format on this policy.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="calibrate")
     from trace_rl.stages import calibrate
 
     calibrate.run(experiment, paths)
@@ -146,7 +161,7 @@ def audit(config: Config = CONFIG, results: Results = RESULTS, overrides: Overri
 
     Trainer, rollout engine and export must give each tensor the same format; any difference fails and is printed.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="audit")
     from trace_rl.stages import audit
 
     audit.run(experiment, paths)
@@ -158,7 +173,7 @@ def parity(config: Config = CONFIG, results: Results = RESULTS, overrides: Overr
 
     Before the first update and after one refit, in BF16 and in FP4; a breach fails with both numbers.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="parity")
     from trace_rl.stages import parity
 
     parity.run(experiment, paths)
@@ -172,7 +187,7 @@ def train(
 
     Continues from its last checkpoint; a finished run is left as it is.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job=f"train {method} seed{seed}")
     from trace_rl.stages import train
 
     train.run(experiment, paths, method=find_method(experiment, method, kind="rl"), seed=seed)
@@ -183,7 +198,7 @@ def quantize(
     method: Method, config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, overrides: Overrides = None
 ) -> None:
     """Quantize and export a trained policy."""
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job=f"quantize {method} seed{seed}")
     from trace_rl.stages import quantize
 
     quantize.run(experiment, paths, method=find_method(experiment, method, kind="ptq"), seed=seed)
@@ -192,7 +207,7 @@ def quantize(
 @bench_app.command("rollout")
 def bench_rollout(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
     """Time rollouts: bf16, fp4, fp4 + recording."""
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="bench_rollout")
     from trace_rl.stages import bench
 
     bench.run(experiment, paths)
@@ -204,7 +219,7 @@ def bench_step(config: Config = CONFIG, results: Results = RESULTS, overrides: O
 
     For each method of bench.step_methods, on the run's own policy and prompts; and what guidance adds over qat.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="bench_step")
     from trace_rl.stages import bench_step
 
     bench_step.run(experiment, paths)
@@ -273,7 +288,7 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Measure accuracy in BF16 and FP4 execution."""
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job=f"evaluate {method or 'start'} seed{seed}")
     from trace_rl.stages import evaluate
 
     evaluate.run(experiment, paths, method=None if method is None else find_method(experiment, method), seed=seed)
@@ -287,7 +302,7 @@ def gap_sources(
 
     Many trainer forwards over one set of rollouts: of the policy before RL and, where it is trained, of trace.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job=f"gap_sources seed{seed}")
     from trace_rl.stages import gap_sources
 
     gap_sources.run(experiment, paths, seed=seed)
@@ -299,7 +314,7 @@ def ratio(config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, o
 
     The trainer's, guided and not, against the engine's own after each of some updates.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job=f"ratio seed{seed}")
     from trace_rl.stages import ratio
 
     ratio.run(experiment, paths, seed=seed)
@@ -308,7 +323,7 @@ def ratio(config: Config = CONFIG, seed: Seed = 0, results: Results = RESULTS, o
 @app.command()
 def report(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
     """Write the report page of the core suite."""
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="report")
     from trace_rl.config.load import load_suite
     from trace_rl.stages import report
 
@@ -328,7 +343,7 @@ def tables(
 
     Or of a figure, or of all (paper): its methods over all seeds, from what training, evaluation and analysis left.
     """
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job=f"tables {target}")
     from trace_rl.config.targets import target_methods, target_seeds
     from trace_rl.stages import tables
 
@@ -339,7 +354,7 @@ def tables(
 @app.command()
 def summary(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
     """Print one table of the core suite."""
-    experiment, paths = load(config, results, overrides)
+    experiment, paths = open_run(config, results, overrides, job="summary")
     from trace_rl.config.load import load_suite
     from trace_rl.config.targets import core_seeds
     from trace_rl.stages import summary
@@ -415,7 +430,8 @@ def config_write(
 def main() -> None:
     """Entry point of `trace-rl` and of `python -m trace_rl`."""
     try:
-        app(prog_name="trace-rl")
+        with held:
+            app(prog_name="trace-rl")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

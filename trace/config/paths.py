@@ -109,6 +109,11 @@ class RunPaths:
         """Page, Markdown, figures and ``summary.json`` of one of the paper's tables (or of all: ``paper``)."""
         return self.report / target
 
+    @property
+    def locks(self) -> Path:
+        """A lock file per running job."""
+        return self.base / "locks"
+
     def state(self, stage: str, *parts: str) -> Path:
         """Working directory of a resumable stage."""
         return self.base.joinpath("state", stage, *parts)
