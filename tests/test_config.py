@@ -88,6 +88,23 @@ def test_methods_that_differ_only_under_staleness_are_not_trained_without_it():
     )
 
 
+@pytest.mark.parametrize(
+    ("base", "variant"),
+    [
+        ("trace", "trace@training.staleness=0"),
+        ("trace", "trace@training.learning_rate=0.0003"),
+        ("trace", "trace@training.max_new_tokens=48"),
+        ("trace", "trace@format=nvfp4"),
+        ("trace@guidance.bits=2", "trace@guidance.bits=2+training.staleness=0"),
+        ("trace_full", "trace@guidance.bits=4+guidance.layers=all"),
+    ],
+)
+def test_a_variant_that_says_what_holds_anyway_is_not_trained_twice(base, variant):
+    experiment = ExperimentConfig(tables={"table6": [variant, base]})
+    with pytest.raises(UserError, match="is the same run as"):
+        targets.target_methods(experiment, "table6", root=ROOT)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     level=st.integers(0, 3), rate=st.floats(1e-7, 0.9, allow_subnormal=False), steps=st.none() | st.integers(1, 10_000)

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trace_rl.config.base import digest_of
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_method
 from trace_rl.config.method import PtqMethod, RlMethod
@@ -98,7 +99,7 @@ def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path("
             raise UserError(f"{target}: {method.name} quantizes the policy of {base.name}, which is not trained")
         base.formats(config.format)
         with_overrides(config, base)
-    _check_distinct(methods, target=target)
+    _check_distinct(config, methods, target=target)
     return methods
 
 
@@ -140,12 +141,21 @@ def _expand(config: ExperimentConfig, methods: Sequence[str], grid: Mapping[str,
     return [variant(name, change) for name in methods for change in changes]
 
 
-def _check_distinct(methods: Mapping[str, RlMethod | PtqMethod], *, target: str) -> None:
+def _check_distinct(config: ExperimentConfig, methods: Mapping[str, RlMethod | PtqMethod], *, target: str) -> None:
     """Two tables that want the same run must call it the same, or it would be trained twice."""
-    labels = {"name", "description", "source", "departures"}
     seen: dict[str, str] = {}
     for name in sorted(methods, key=lambda name: len(split_name(name)[1])):
-        content = methods[name].digest(exclude=labels)
+        content = _content(config, methods[name])
         if split_name(name)[1] and content in seen:
             raise UserError(f"{target}: {name} is the same run as {seen[content]}; ask for {seen[content]}")
         seen.setdefault(content, name)
+
+
+def _content(config: ExperimentConfig, method: RlMethod | PtqMethod) -> str:
+    """Digest of what a method does under the experiment, whatever its name and however it says so."""
+    said = method.model_dump(mode="json", exclude={"name", "description", "source", "departures", "training"})
+    if isinstance(method, RlMethod):
+        own = with_overrides(config, method)
+        said |= {"format": method.formats(config.format).model_dump(mode="json")}
+        said |= {"sampling": own.sampling.model_dump(mode="json"), "training": own.training.model_dump(mode="json")}
+    return digest_of(said)
