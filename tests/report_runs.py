@@ -119,14 +119,15 @@ def steps_of(*, seed: int, num: int = 20, level: float = 0.5) -> list[dict]:
 
 def artifacts() -> dict:
     """Calibration, gates and the rollout benchmark."""
+    row = {"phase": "start", "mode": "bf16", "gap_mean": 0.003, "threshold": 0.02, "verdict": "ok"}
     return {
         "calibration": {
             "num_tokens": 100,
             "num_idle_experts": 1,
             "format_relative_mse": {"gate_up": {"nvfp4": 0.009, "mxfp4": None}},
         },
-        "audit": {"num_checked": 30, "differences": []},
-        "parity": {"rows": [{"phase": "start", "mode": "bf16", "gap_mean": 0.003, "threshold": 0.02, "verdict": "ok"}]},
+        "audit": {"nvfp4": {"num_checked": 30, "differences": []}},
+        "parity": {"nvfp4": {"rows": [row]}},
         "bench": {
             "rows": [
                 {

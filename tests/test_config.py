@@ -5,18 +5,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from pydantic import ValidationError
 
 from trace_rl.config import generate, stages, targets
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_experiment, load_method, load_suite, parse_experiment
 from trace_rl.config.overrides import with_overrides
-from trace_rl.config.quant import BF16, PRESETS, FormatChoice, QuantSpec
+from trace_rl.config.quant import BF16, PRESETS, SCOPES, FormatChoice, FormatName, QuantSpec
 from trace_rl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +88,22 @@ def test_methods_that_differ_only_under_staleness_are_not_trained_without_it():
         "trace_anchored@training.staleness=1",
         "trace_anchored@training.staleness=3",
     )
+
+
+@given(st.fixed_dictionaries({scope: st.sampled_from(get_args(FormatName)) for scope in SCOPES}))
+def test_formats_survive_their_slug(by_scope):
+    try:
+        choice = FormatChoice(**by_scope)
+    except ValidationError:
+        assume(False)
+    assert re.fullmatch(r"[a-z0-9_-]+", choice.slug)
+    assert FormatChoice.from_slug(choice.slug) == choice
+
+
+@pytest.mark.parametrize("slug", ["fp4", "nvfp4-nvfp4", "mxfp8-nvfp4-nvfp4", "nvfp4-nvfp4-fp3", ""])
+def test_another_word_is_no_format(slug):
+    with pytest.raises(ValueError, match="nvfp4|format"):
+        FormatChoice.from_slug(slug)
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def test_the_stage_reads_a_run_and_writes_its_page(tmp_path):
 
     scores = {e: {task: score(0.5) for task in ("mini_math", "mini_code")} for e in ("fp4", "bf16")}
     put(paths.evaluation_start, json.dumps({"executions": scores}))
-    put(paths.parity, json.dumps(artifacts()["parity"]))
+    put(paths.parity("nvfp4"), json.dumps(artifacts()["parity"]["nvfp4"]))
     for name in methods:
         for seed in (0, 1):
             put(paths.evaluation(name, seed), json.dumps({"executions": scores}))
@@ -384,7 +384,7 @@ def test_the_stage_reads_a_run_and_writes_its_page(tmp_path):
     out = paths.target_report("table6")
     markdown = (out / "report.md").read_text()
     assert "| sc | 2 | 305 | 610 |" in markdown  # two seeds: median and total seconds
-    assert "Parity of trainer and engine" in markdown
+    assert "Parity of trainer and engine on the same tokens in nvfp4" in markdown
     assert list(json.loads((out / "summary.json").read_text())["methods"]) == list(methods)
     assert not (out / "left_over.svg").exists()
 

@@ -73,10 +73,13 @@ def test_children_do_not_keep_the_lock(paths: RunPaths, tmp_path: Path):
     parent.stdout.close()
 
 
-def test_an_error_inside_lets_go(paths: RunPaths):
+def test_an_error_inside_lets_go_and_leaves_no_folder(paths: RunPaths):
     with pytest.raises(KeyError), run_lock(paths, "job"):
         raise KeyError
-    assert not paths.locks.exists()
+    assert not paths.base.exists() and paths.root.exists()
+    with run_lock(paths, "job"):
+        (paths.base / "written").touch()
+    assert [file.name for file in paths.base.iterdir()] == ["written"]
 
 
 def test_file_removed_while_waiting_is_not_taken_for_the_lock(paths: RunPaths, monkeypatch):

@@ -234,9 +234,10 @@ def test_a_suite_of_some_methods_needs_only_their_jobs(tmp_path: Path) -> None:
 
 def test_tables_share_their_runs(fresh_paper: Tree) -> None:
     jobs = fresh_paper.jobs(*paper())
-    once = ("data", "checkpoint", "calibrate", "audit", "parity", "evaluate_start")
+    once = ("data", "checkpoint", "calibrate", "evaluate_start")
     assert jobs == {
         **dict.fromkeys(once, 1),
+        **dict.fromkeys(("audit", "parity"), 2),  # NVFP4 and MXFP4
         "train": 2 * len(TRAININGS),
         "quantize": 2,
         "evaluate": 2 * (len(EVALUATED) + 1),  # ptq_nvfp4 too
@@ -263,6 +264,12 @@ def test_a_target_asks_for_its_own_methods_over_all_seeds(
     for rule, methods in (("train", train), ("evaluate", evaluate)):
         expected = {f"method={method}, seed={seed}" for method in methods for seed in (0, 1)}
         assert fresh_paper.wildcards(rule, *paper(pages=(target,))) == expected
+
+
+@pytest.mark.parametrize(("page", "format_name"), [("table4", "mxfp4"), ("table5", "nvfp4")])
+def test_training_waits_for_the_gates_of_its_own_format(fresh_paper: Tree, page: str, format_name: str) -> None:
+    for rule in ("audit", "parity"):
+        assert fresh_paper.wildcards(rule, *paper(pages=(page,))) == {f"format={format_name}"}
 
 
 def test_stability_has_a_grid_and_seeds_of_its_own(fresh_paper: Tree) -> None:

@@ -44,8 +44,8 @@ def test_the_whole_workflow(tmp_path: Path) -> None:
         for execution in ("bf16", "fp4"):
             assert summary["methods"]["trace"]["0"]["accuracy"][task][execution]["n"] == experiment.data.eval_problems
     assert summary["methods"]["trace"]["0"]["guidance_bytes_per_token"] > 0
-    assert json.loads(paths.audit.read_text())["passed"]
-    assert json.loads(paths.parity.read_text())["passed"]
+    assert json.loads(paths.audit("nvfp4").read_text())["passed"]
+    assert json.loads(paths.parity("nvfp4").read_text())["passed"]
     assert "run smoke" in output
     assert "report: results/smoke/report/index.html" in output
     page = (paths.report / "index.html").read_text()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trace_rl.config.experiment import ExperimentConfig
     from trace_rl.config.method import PtqMethod, RlMethod
     from trace_rl.config.paths import RunPaths
+    from trace_rl.config.quant import FormatChoice
 
 app = typer.Typer(
     name="trace-rl",
@@ -43,6 +44,9 @@ Overrides = Annotated[
 ]
 Method = Annotated[
     str, typer.Option("--method", "-m", metavar="NAME", help="A method file's name, or a variant of it.")
+]
+Formats = Annotated[
+    str | None, typer.Option("--format", metavar="NAME", help="Formats to check; without it, those of the experiment.")
 ]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="A seed of suite.seeds.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")]
@@ -97,6 +101,21 @@ def find_method(experiment: "ExperimentConfig", name: str, *, kind: str | None =
         stage = {"rl": "trained (trace-rl train)", "ptq": "quantized after training (trace-rl quantize)"}
         raise UserError(f"--method {name}: this method is {stage[method.kind]}; give one that is {stage[kind]}")
     return method
+
+
+def find_formats(slug: str | None) -> "FormatChoice | None":
+    """The formats named `slug`, None for None."""
+    from pydantic import ValidationError
+
+    from trace_rl.config.load import describe
+    from trace_rl.config.quant import FormatChoice
+
+    try:
+        return None if slug is None else FormatChoice.from_slug(slug)
+    except ValidationError as error:
+        raise UserError(describe(error, source="--format")) from error
+    except ValueError as error:
+        raise UserError(f"--format: {error}") from error
 
 
 def override(data: dict, item: str) -> None:
@@ -156,27 +175,33 @@ def calibrate(config: Config = CONFIG, results: Results = RESULTS, overrides: Ov
 
 
 @app.command()
-def audit(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+def audit(
+    config: Config = CONFIG, formats: Formats = None, results: Results = RESULTS, overrides: Overrides = None
+) -> None:
     """Compare every tensor's format across the DAG.
 
     Trainer, rollout engine and export must give each tensor the same format; any difference fails and is printed.
     """
-    experiment, paths = open_run(config, results, overrides, job="audit")
+    chosen = find_formats(formats)
+    experiment, paths = open_run(config, results, overrides, job=f"audit {formats or 'own'}")
     from trace_rl.stages import audit
 
-    audit.run(experiment, paths)
+    audit.run(experiment, paths, formats=chosen)
 
 
 @app.command()
-def parity(config: Config = CONFIG, results: Results = RESULTS, overrides: Overrides = None) -> None:
+def parity(
+    config: Config = CONFIG, formats: Formats = None, results: Results = RESULTS, overrides: Overrides = None
+) -> None:
     """Compare log-probs of trainer and engine.
 
     Before the first update and after one refit, in BF16 and in FP4; a breach fails with both numbers.
     """
-    experiment, paths = open_run(config, results, overrides, job="parity")
+    chosen = find_formats(formats)
+    experiment, paths = open_run(config, results, overrides, job=f"parity {formats or 'own'}")
     from trace_rl.stages import parity
 
-    parity.run(experiment, paths)
+    parity.run(experiment, paths, formats=chosen)
 
 
 @app.command()

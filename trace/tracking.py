@@ -299,7 +299,7 @@ def stage_run(
             run.log_input("data", digest=digest, source=str(paths.data), context=stage, profile=json.loads(manifest))
         run.monitor_system(uri)
 
-    name = " ".join((stage, *(f"{value}" if key == "method" else f"{key}{value}" for key, value in wildcards.items())))
+    name = " ".join((stage, *(f"seed{value}" if key == "seed" else str(value) for key, value in wildcards.items())))
     run = StageRun(connect if settings.enabled else None)
     try:
         yield run

@@ -53,7 +53,7 @@ def test_the_audit_of_the_shipped_code_is_empty(tiny_run):
     metrics = audit.run(tiny_run.config, tiny_run.paths)
     assert metrics["passed"]
     assert metrics["differences"] == []
-    rows = {row["name"]: row for row in json.loads(tiny_run.paths.audit.read_text())["rows"]}
+    rows = {row["name"]: row for row in json.loads(tiny_run.paths.audit("nvfp4").read_text())["rows"]}
     # Per layer: gate_up, down, two expert inputs, K, V; everything else is BF16 and was really looked at.
     assert sum(row["trainer"] == "nvfp4" for row in rows.values()) == 3 * 6 == metrics["num_fp4"]
     assert {row["engine"] for row in rows.values()} == {"nvfp4", "bf16"}

@@ -33,7 +33,7 @@ def test_calibration_audit_and_parity_pass(vllm_run):
     for moment in parity.MOMENTS:
         gaps = {mode: value["gap_mean"] for mode, value in metrics["gaps"]["fp4"][moment].items()}
         assert gaps["guided"] < gaps["rtn"] < gaps["off"]
-    assert json.loads(paths.audit.read_text())["engine"] == "vllm"
+    assert json.loads(paths.audit("nvfp4").read_text())["engine"] == "vllm"
 
 
 def test_one_damaged_expert_and_one_quantized_router_are_seen(vllm_run):

@@ -20,7 +20,7 @@ DAMAGED = "model.layers.1.mlp.experts.down_proj"
 
 def test_the_gate_is_green_fresh_and_after_a_refit(tiny_run):
     metrics = parity.run(tiny_run.config, tiny_run.paths)
-    assert metrics == json.loads(tiny_run.paths.parity.read_text())
+    assert metrics == json.loads(tiny_run.paths.parity("nvfp4").read_text())
     assert metrics["passed"]
     for moment in ("start", "refit"):
         gaps = {mode: value["gap_mean"] for mode, value in metrics["gaps"]["fp4"][moment].items()}
@@ -52,6 +52,18 @@ def test_formats_by_scope_pass_both_gates_and_what_is_not_pinned_is_not_judged(n
     expected = {"gate_up_proj": "mxfp4", "fc1_input": "mxfp8", "fc2_input": "mxfp8", "v_cache": "mxfp4"}
     for name, format_name in expected.items():
         assert {found[name][column] for column in audit.COLUMNS} == {format_name}
+
+
+def test_both_gates_check_the_formats_of_a_method_with_scales_of_its_own(new_run):
+    """The run is calibrated for NVFP4; MXFP4 has no global scale, and with NVFP4's nothing would agree."""
+    run, formats = new_run(), FormatChoice.model_validate("mxfp4")
+    calibrate.run(run.config, run.paths)
+    metrics = parity.run(run.config, run.paths, formats=formats)
+    assert metrics["passed"]
+    assert metrics == json.loads(run.paths.parity("mxfp4").read_text())
+    rows = audit.run(run.config, run.paths, formats=formats)["rows"]
+    assert {row["engine"] for row in rows} == {row["trainer"] for row in rows} == {"mxfp4", "bf16"}
+    assert run.paths.audit("mxfp4").is_file() and not run.paths.audit("nvfp4").exists()
 
 
 @pytest.mark.parametrize("quant", [BF16, QuantSpec()], ids=["bf16", "fp4"])

@@ -43,13 +43,13 @@ class RunPaths:
         """Summed squares of the routed experts' input columns (safetensors), for ``hscale``."""
         return self.base / "calibration" / "importance.safetensors"
 
-    @property
-    def audit(self) -> Path:
-        return self.base / "audit" / "metrics.json"
+    def audit(self, formats: str) -> Path:
+        """Scope audit of some formats, by ``FormatChoice.slug``."""
+        return self.base / "audit" / f"{formats}.json"
 
-    @property
-    def parity(self) -> Path:
-        return self.base / "parity" / "metrics.json"
+    def parity(self, formats: str) -> Path:
+        """Parity of trainer and engine in some formats, by ``FormatChoice.slug``."""
+        return self.base / "parity" / f"{formats}.json"
 
     def train(self, method: str, seed: int) -> Path:
         """Final ``policy/`` (Hugging Face directory), ``metrics.jsonl`` (one line per step), ``metrics.json``."""

@@ -100,6 +100,21 @@ class FormatChoice(Section):
         formats = {scope: getattr(self, scope) for scope in SCOPES}
         return next((name for name, preset in PRESETS.items() if preset == formats), None)
 
+    @property
+    def slug(self) -> str:
+        """These formats as one word for paths: the preset, else the three formats by scope (``hif4-nvfp4-mxfp4``)."""
+        return self.preset or "-".join(getattr(self, scope) for scope in SCOPES)
+
+    @classmethod
+    def from_slug(cls, slug: str) -> "FormatChoice":
+        """The formats whose `slug` this is; ValueError for another word."""
+        if slug in PRESETS:
+            return cls.model_validate(slug)
+        names = slug.split("-")
+        if len(names) != len(SCOPES):
+            raise ValueError(f"format {slug!r} is unknown; give one of {', '.join(PRESETS)}, or {'-'.join(SCOPES)}")
+        return cls.model_validate(dict(zip(SCOPES, names, strict=True)))
+
     def __str__(self) -> str:
         return self.preset or ", ".join(f"{scope} {getattr(self, scope)}" for scope in SCOPES)
 

@@ -22,7 +22,10 @@ Analysis = dict[str, dict[int, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Context:
-    """One page's material. ``artifacts``: calibration, audit, parity, bench where they exist; ``seconds`` by job."""
+    """One page's material.
+
+    ``artifacts``: calibration and bench, audit and parity by format, where they exist; ``seconds`` by job.
+    """
 
     summary: dict[str, Any]
     config: ExperimentConfig

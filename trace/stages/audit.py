@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.quant import QuantSpec
+from trace_rl.config.quant import FormatChoice, QuantSpec
 from trace_rl.config.rollout import EngineConfig
 from trace_rl.formats.static_scales import StaticScales
 from trace_rl.guidance.record import ModelDims
@@ -30,6 +30,7 @@ from trace_rl.models.scopes import BF16_NAME, activation_names, expected_format
 from trace_rl.qat.attach import attach
 from trace_rl.rollout.engine import Sampling, open_engine
 from trace_rl.rollout.torch_engine import TorchEngine
+from trace_rl.stages.calibrated_scales import calibrated_scales
 from trace_rl.stages.failure import StageFailure
 
 SEED = 11
@@ -40,16 +41,20 @@ COLUMNS = ("expected", "trainer", "engine", "export")
 Row = dict[str, str]
 
 
-def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
-    """Compare all scopes with everything quantized; write ``metrics.json``; StageFailure with the differing rows."""
+def run(config: ExperimentConfig, paths: RunPaths, *, formats: FormatChoice | None = None) -> dict[str, object]:
+    """Compare all scopes with everything quantized to ``formats``, None for the experiment's.
+
+    Writes ``paths.audit(...)``; StageFailure with the differing rows.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     started = time.perf_counter()
-    quant = QuantSpec(format=config.format)
-    with tracking.stage_run(config, stage="audit", paths=paths) as tracker:
+    quant = QuantSpec(format=formats or config.format)
+    out = paths.audit(quant.format.slug)
+    with tracking.stage_run(config, stage="audit", paths=paths, wildcards={"format": quant.format.slug}) as tracker:
         validate_checkpoint(paths.checkpoint, quant=quant)
-        scales = StaticScales.load(paths.scales)
+        scales = calibrated_scales(config, paths, quant=quant)
         reference = reference_tensors(paths.checkpoint)
-        with replaced_directory(paths.state("audit", "export")) as target:
+        with replaced_directory(paths.state("audit", quant.format.slug, "export")) as target:
             export_packed(paths.checkpoint, target=target, quant=quant, scales=scales)
             exported = export_formats(target, reference=reference)
         rows = audit_table(
@@ -62,7 +67,7 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
         )
         differences = differing_rows(rows)
         metrics = {
-            "format": str(config.format),
+            "format": str(quant.format),
             "engine": config.engine.name,
             "num_checked": len(rows),
             "num_fp4": sum(row["expected"] != BF16_NAME for row in rows),
@@ -71,9 +76,9 @@ def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
             "passed": not differences,
             "seconds": time.perf_counter() - started,
         }
-        write_json(paths.audit, metrics)
+        write_json(out, metrics)
         tracker.log_metrics({"num_checked": len(rows), "num_differences": len(differences)})
-        tracker.log_artifact(paths.audit)
+        tracker.log_artifact(out)
     require_agreement(rows)
     print(f"scope audit: {len(rows)} tensors, {metrics['num_fp4']} of them in {quant.format}, no difference")
     return metrics

@@ -27,8 +27,7 @@ from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig, ParityConfig
 from trace_rl.config.guidance import full_recording
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.quant import BF16, QuantSpec
-from trace_rl.formats.static_scales import StaticScales
+from trace_rl.config.quant import BF16, FormatChoice, QuantSpec
 from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
 from trace_rl.qat.attach import Qat, attach
 from trace_rl.qat.context import Mode
@@ -36,6 +35,7 @@ from trace_rl.rl.batch import pack
 from trace_rl.rl.mismatch import logprob_gap
 from trace_rl.rl.trainer import response_logprobs
 from trace_rl.rollout.engine import RolloutEngine, Sampling, open_engine
+from trace_rl.stages.calibrated_scales import calibrated_scales
 from trace_rl.stages.failure import StageFailure
 from trace_rl.stages.rl_prompts import pad_id, rl_prompts
 from trace_rl.trajectory import RolloutBatch
@@ -51,27 +51,32 @@ Gaps = dict[str, dict[str, float]]
 """Trainer forward -> metrics of ``logprob_gap``."""
 
 
-def run(config: ExperimentConfig, paths: RunPaths) -> dict[str, object]:
-    """Measure, write ``metrics.json``, and raise StageFailure with the numbers where a threshold is broken."""
+def run(config: ExperimentConfig, paths: RunPaths, *, formats: FormatChoice | None = None) -> dict[str, object]:
+    """Measure in BF16 and in ``formats``, None for the experiment's.
+
+    Writes ``paths.parity(...)``; StageFailure with the numbers where a threshold is broken.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     started = time.perf_counter()
-    with tracking.stage_run(config, stage="parity", paths=paths) as tracker:
+    quant = QuantSpec(format=formats or config.format)
+    with tracking.stage_run(config, stage="parity", paths=paths, wildcards={"format": quant.format.slug}) as tracker:
         prompts = rl_prompts(
             paths.checkpoint, data=paths.data, count=config.parity.num_prompts, setting="parity.num_prompts"
         )
-        precisions = {"bf16": BF16, "fp4": QuantSpec(format=config.format)}
+        precisions = {"bf16": BF16, "fp4": quant}
         gaps = {
             name: check_precision(config, paths, quant=quant, prompts=prompts) for name, quant in precisions.items()
         }
-        rows = judge(gaps, thresholds=config.parity, pinned=len(precisions["fp4"].recordable()) == 3)
+        rows = judge(gaps, thresholds=config.parity, pinned=len(quant.recordable()) == 3)
         metrics = {
+            "format": str(quant.format),
             "gaps": gaps,
             "rows": rows,
             "passed": all(row["verdict"] != "FAILED" for row in rows),
             "engine": config.engine.name,
             "seconds": time.perf_counter() - started,
         }
-        write_json(paths.parity, metrics)
+        write_json(paths.parity(quant.format.slug), metrics)
         tracker.log_metrics(gaps)
     require_parity(rows)
     print(verdict_table(rows))
@@ -83,7 +88,7 @@ def check_precision(
 ) -> dict[str, Gaps]:
     """Gaps at the start and after update and refit of one precision; ``refit`` uses the updated trainer and engine."""
     validate_checkpoint(paths.checkpoint, quant=quant)
-    scales = StaticScales.load(paths.scales) if quant.enabled else None
+    scales = calibrated_scales(config, paths, quant=quant)
     model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16, local_files_only=True).eval()
     pad = pad_id(AutoTokenizer.from_pretrained(paths.checkpoint, local_files_only=True))
     qat = attach(model, quant=quant, scales=scales)

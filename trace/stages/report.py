@@ -1,6 +1,7 @@
 """Stage ``report``: the page that shows the core suite beside the paper."""
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
 from trace_rl import tracking
@@ -26,8 +27,8 @@ def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMetho
             runs=step_metrics(paths, methods=methods, seeds=core_seeds(config)),
             artifacts={
                 "calibration": read(paths.calibration_metrics),
-                "audit": read(paths.audit),
-                "parity": read(paths.parity),
+                "audit": {slug: read(paths.audit(slug)) for slug in gated_formats(config, methods)},
+                "parity": {slug: read(paths.parity(slug)) for slug in gated_formats(config, methods)},
                 "bench": read(paths.bench_rollout),
             },
             seconds=rule_seconds(paths.base / "benchmarks"),
@@ -37,6 +38,12 @@ def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMetho
             if path.is_file():  # folders are the pages of targets, which log themselves
                 tracker.log_artifact(path, "report")
     print(f"report: {paths.report / 'index.html'}")
+
+
+def gated_formats(config: ExperimentConfig, methods: Mapping[str, RlMethod | PtqMethod]) -> list[str]:
+    """Formats whose audit and parity come before the trainings of ``methods``, by slug."""
+    trained = [method for method in methods.values() if isinstance(method, RlMethod)]
+    return list(dict.fromkeys(method.formats(config.format).slug for method in trained))
 
 
 def step_metrics(paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]) -> Runs:

@@ -28,14 +28,16 @@ def run_lock(paths: RunPaths, job: str) -> Iterator[None]:
     standard error and the block runs without one.
     """
     path = paths.locks / (re.sub(r"[^\w.@=+,-]", "_", job) + ".lock")
+    made = [folder for folder in (paths.base, paths.root) if not folder.exists()]
     file = _acquire(path, job=job)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
         os.close(file)
-        with contextlib.suppress(OSError):  # another job's lock is there
-            path.parent.rmdir()
+        with contextlib.suppress(OSError):  # not empty: another job's lock, or what this one wrote
+            for folder in (paths.locks, *made):
+                folder.rmdir()
 
 
 def _acquire(path: Path, *, job: str) -> int:

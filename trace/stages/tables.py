@@ -1,5 +1,6 @@
 """Stage ``tables``: the page of one of the paper's tables, or of all of them, over several seeds."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from trace_rl.report.collect import collect, read
 from trace_rl.report.context import Analysis, Context
 from trace_rl.report.document import write
 from trace_rl.report.target_page import build_target
-from trace_rl.stages.report import rule_seconds, step_metrics
+from trace_rl.stages.report import gated_formats, rule_seconds, step_metrics
 
 
 def run(
@@ -32,12 +33,7 @@ def run(
             config=config,
             methods=methods,
             runs=step_metrics(paths, methods=methods, seeds=seeds),
-            artifacts=present(
-                calibration=paths.calibration_metrics,
-                audit=paths.audit,
-                parity=paths.parity,
-                bench=paths.bench_rollout,
-            ),
+            artifacts=artifacts(paths, formats=gated_formats(config, methods)),
             seconds=rule_seconds(paths.base / "benchmarks"),
             analysis=analysis(paths, target=target, seeds=seeds),
         )
@@ -47,9 +43,18 @@ def run(
     print(f"report: {out / 'index.html'}")
 
 
-def present(**artifacts: Path) -> dict[str, dict[str, Any]]:
-    """Those artifacts that exist: a table needs none of them to be written."""
-    return {name: read(path) for name, path in artifacts.items() if path.is_file()}
+def artifacts(paths: RunPaths, *, formats: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Calibration, gates by format and benchmark, those that exist: a table needs none of them to be written."""
+    found = present({"calibration": paths.calibration_metrics, "bench": paths.bench_rollout})
+    for name, path in (("audit", paths.audit), ("parity", paths.parity)):
+        if by_format := present({slug: path(slug) for slug in formats}):
+            found[name] = by_format
+    return found
+
+
+def present(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """The content of those files that exist."""
+    return {name: read(path) for name, path in files.items() if path.is_file()}
 
 
 def analysis(paths: RunPaths, *, target: str, seeds: tuple[int, ...]) -> Analysis:

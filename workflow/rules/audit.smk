@@ -1,22 +1,23 @@
-# Two gates before any training. Scope audit: trainer, engine and export agree on the format of every tensor. Parity:
-# trainer and engine agree on log-probs, fresh and after one update and refit.
+# Two gates before any training, in the number formats of its method. Scope audit: trainer, engine and export agree on the
+# format of every tensor. Parity: trainer and engine agree on log-probs, fresh and after one update and refit.
 rule audit:
     input:
         checkpoint=rules.checkpoint.output,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
     output:
-        PATHS.audit,
+        AUDIT,
     log:
-        f"{LOGS}/audit.log",
+        f"{LOGS}/audit/{{format}}.log",
     benchmark:
-        f"{BENCHMARKS}/audit.tsv"
+        f"{BENCHMARKS}/audit/{{format}}.tsv"
     conda:
         "../envs/trace.yaml"
     params:
         config=settings("audit"),
         code=stages.code_digest("audit"),
     shell:
-        "OMP_NUM_THREADS={threads} trace-rl audit --config {params.config:q} > {log} 2>&1"
+        "OMP_NUM_THREADS={threads} trace-rl audit --config {params.config:q} --format {wildcards.format} > {log} 2>&1"
 
 
 rule parity:
@@ -24,17 +25,18 @@ rule parity:
         checkpoint=rules.checkpoint.output,
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
+        calibration=rules.calibrate.output.metrics,
         audit=rules.audit.output,
     output:
-        PATHS.parity,
+        PARITY,
     log:
-        f"{LOGS}/parity.log",
+        f"{LOGS}/parity/{{format}}.log",
     benchmark:
-        f"{BENCHMARKS}/parity.tsv"
+        f"{BENCHMARKS}/parity/{{format}}.tsv"
     conda:
         "../envs/trace.yaml"
     params:
         config=settings("parity"),
         code=stages.code_digest("parity"),
     shell:
-        "OMP_NUM_THREADS={threads} trace-rl parity --config {params.config:q} > {log} 2>&1"
+        "OMP_NUM_THREADS={threads} trace-rl parity --config {params.config:q} --format {wildcards.format} > {log} 2>&1"

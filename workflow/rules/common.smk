@@ -50,6 +50,8 @@ CORE_TRAINED = [name for name, method in CORE.items() if isinstance(method, RlMe
 METHOD = NAME.strip("^$")
 
 # These outlive the Python objects that make them: path patterns, and where logs and benchmark files of jobs are.
+AUDIT = str(PATHS.audit("{format}"))
+PARITY = str(PATHS.parity("{format}"))
 TRAIN = str(PATHS.base / "train" / "{method}" / "seed{seed}")
 QUANTIZED = str(PATHS.base / "quantize" / "{method}" / "seed{seed}")
 EVALUATED = str(PATHS.base / "evaluate" / "{method}" / "seed{seed}")
@@ -83,6 +85,13 @@ def method_named(name):
 def method_settings(wildcards):
     """What the method file of a job says, without its descriptions."""
     return stages.method_json(method_named(wildcards.method))
+
+
+def gates(methods):
+    """Audit and parity in the formats of those methods that are trained."""
+    trained = [method for method in methods if isinstance(method, RlMethod)]
+    slugs = dict.fromkeys(stated(method.formats, EXPERIMENT.format).slug for method in trained)
+    return expand([AUDIT, PARITY], format=slugs)
 
 
 def base_policy(wildcards):

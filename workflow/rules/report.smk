@@ -1,7 +1,7 @@
 # The core suite, one seed: a table (`snakemake summary` needs no MLflow) and a page beside the paper's numbers.
 rule summary:
     input:
-        gates=[rules.audit.output, rules.parity.output],
+        gates=gates(CORE.values()),
         calibration=rules.calibrate.output.metrics,
         training=expand(rules.train.output, method=CORE_TRAINED, seed=CORE_SEEDS),
         start=rules.evaluate_start.output,

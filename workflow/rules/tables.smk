@@ -2,7 +2,7 @@
 # trainings and evaluations by name, so what two tables share is run once, whichever target asks first.
 rule tables:
     input:
-        gates=[rules.audit.output, rules.parity.output],
+        gates=lambda wildcards: gates(target_methods(wildcards.target).values()),
         calibration=rules.calibrate.output.metrics,
         training=lambda wildcards: trainings(wildcards.target, target_methods(wildcards.target)),
         evaluation=lambda wildcards: evaluations(wildcards.target),

@@ -6,7 +6,7 @@ rule train:
         data=rules.data.output,
         scales=rules.calibrate.output.scales,
         calibration=rules.calibrate.output.metrics,  # scales of a method in a format of its own
-        gates=[rules.audit.output, rules.parity.output],
+        gates=lambda wildcards: gates([method_named(wildcards.method)]),
     output:
         policy=directory(f"{TRAIN}/policy"),
         steps=f"{TRAIN}/metrics.jsonl",

@@ -39,10 +39,10 @@ CHOICES = (
 
 
 def gates_section(context: Context) -> Section | None:
-    """Parity, audit and calibration, as far as their artifacts are there."""
+    """Parity and audit by format, and calibration, as far as their artifacts are there."""
     artifacts = context.artifacts
     blocks: list[Any] = []
-    if "parity" in artifacts:
+    for formats, parity in artifacts.get("parity", {}).items():
         rows = tuple(
             (
                 row["phase"],
@@ -51,18 +51,18 @@ def gates_section(context: Context) -> Section | None:
                 f"{row['threshold']:.5f}" if row["threshold"] else "–",
                 row["verdict"],
             )
-            for row in artifacts["parity"]["rows"]
+            for row in parity["rows"]
         )
         caption = (
-            "Parity of trainer and engine on the same tokens, before the first update and after one update and refit."
+            f"Parity of trainer and engine on the same tokens in {formats}, before the first update and after one "
+            "update and refit."
         )
         blocks.append(Table(("when", "forward", "gap mean", "threshold", "verdict"), rows, caption))
-    if "audit" in artifacts:
-        audit = artifacts["audit"]
-        blocks.append(
-            f"Scope audit: {audit['num_checked']} parameters and KV tensors compared, "
-            f"{len(audit['differences'])} differ."
-        )
+    blocks += [
+        f"Scope audit in {formats}: {audit['num_checked']} parameters and KV tensors compared, "
+        f"{len(audit['differences'])} differ."
+        for formats, audit in artifacts.get("audit", {}).items()
+    ]
     if "calibration" in artifacts:
         calibration = artifacts["calibration"]
         blocks += [
