@@ -199,7 +199,7 @@ def ratio() -> dict:
         "slope_stderr": 0.03,
         "smooth": {"correlation": 0.3, "correlation_stderr": 0.02, "slope": 0.71, "slope_stderr": 0.03},
     }
-    forwards = ("bf16", "qat", "recorded_scale", "trace", "trace_gated", "trace_all", "full")
+    forwards = ("bf16", "bf16_no_r3", "qat", "qat_no_r3", "recorded_scale", "trace", "trace_gated", "trace_all", "full")
 
     def part(names: tuple[str, ...]) -> dict:
         estimates = {name: cell | {"correlation": 0.04 if name == "trace" else 0.45} for name in names}

@@ -59,7 +59,7 @@ def compact(rows, *, source: RecordLayout, target: RecordLayout):
     return out.view(*rows.shape[:-1], target.row_bytes)
 
 
-def forward(rollout, *, quant=None, spec=None, replay=True, collector=None, dtype=torch.float32):
+def forward(rollout, *, quant=None, spec=None, replay=True, compare=False, collector=None, dtype=torch.float32):
     """Mean |dlogp| on response tokens and the logits of one trainer forward."""
     path, batch, engine = rollout
     model, qat = trainer(path, quant or QuantSpec(), dtype)
@@ -78,7 +78,8 @@ def forward(rollout, *, quant=None, spec=None, replay=True, collector=None, dtyp
             mode=mode,
             guidance=guidance,
             valid=b.valid,
-            expert_ids=b.expert_ids if replay else None,
+            expert_ids=b.expert_ids if replay or compare else None,
+            replay=replay,
             collect=collector,
         ),
     ):
@@ -146,6 +147,16 @@ def test_live_routers_disagree_less_when_guided(rollout):
     guided = Collector()
     forward(rollout, spec=FULL, collector=guided)
     assert guided.router_disagreement() < disagreement / 5
+
+
+def test_routing_is_compared_without_being_replayed(rollout):
+    free = Collector()
+    _, plain = forward(rollout, replay=False)
+    _, compared = forward(rollout, replay=False, compare=True, collector=free)
+    assert torch.equal(plain, compared)
+    assert 0 < free.router_disagreement() < 0.5
+    _, replayed = forward(rollout)
+    assert not torch.equal(plain, replayed)
 
 
 def test_the_rollouts_own_activations_give_zero_mismatch(rollout):

@@ -43,8 +43,11 @@ def test_claims_follow_the_numbers(summary, paper):
     assert found["TRACE beats plain QAT"] == "same direction"
     assert found["Compact guidance is a sixth of full guidance (bytes per token)"] == "same direction"
     assert found["Mismatching codewords lie one step apart (plain QAT)"] == "same direction"
-    assert found["Corrections to a lower codeword are concentrated in the deeper layers (TRACE)"] == "same direction"
-    assert found["A step of TRACE takes longer than one of naive FP4 (here FP4 is emulated on CPU)"] == "same direction"
+    for statement in (
+        "Corrections to a lower codeword are concentrated in the deeper layers (TRACE)",
+        "A step of TRACE takes longer than one of naive FP4 (here FP4 is emulated on CPU)",
+    ):
+        assert found[statement] == "same direction, error unknown"  # one seed
     summary["methods"]["trace"]["0"]["accuracy"] = record(fp4=0.3, bf16=0.3)["accuracy"]
     turned = verdicts(summary, paper)
     assert turned["TRACE beats plain QAT"] == "opposite direction"
@@ -83,7 +86,7 @@ def test_cells_the_paper_does_not_report_say_so(summary, paper):
 
 def test_the_papers_bytes_are_reproduced(summary, paper):
     rows = [c for c in claims(summary, paper) if c.statement.startswith("Qwen3.5-35B-A3B, computed")]
-    assert [claim.verdict for claim in rows] == ["same direction"] * 5 + ["not tested"]
+    assert [claim.verdict for claim in rows] == ["agrees, computed"] * 5 + ["not tested"]
 
 
 def rendered(summary: dict, repository, out) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from trace_rl.report.estimate import (
     difference,
     estimate,
     parity,
+    resolution_rule,
     show,
     t_quantile,
     verdict,
@@ -27,6 +28,15 @@ def test_verdicts_know_their_error_bars():
     assert verdict(Estimate(0.05, 0.03, 1), expected=1) == "not resolved"
     assert verdict(Estimate(0.07, 0.03, 1), expected=1) == "same direction"
     assert verdict(Estimate(-0.07, 0.03, 1), expected=1) == "opposite direction"
+
+
+def test_a_bare_number_neither_agrees_nor_disagrees():
+    assert verdict(Estimate(0.5, 0.0, 1, "none"), expected=1) == "same direction, error unknown"
+    assert verdict(Estimate(-0.5, 0.0, 1, "none"), expected=1) == "opposite direction, error unknown"
+    assert verdict(Estimate(0.0, 0.0, 1, "none"), expected=1) == "not resolved"
+    assert not Estimate(0.5, 0.0, 1, "none").resolved
+    assert "4.3" in resolution_rule(3) and "One seed" not in resolution_rule(3)
+    assert "one seed" in resolution_rule(1)
 
 
 def test_three_seeds_need_more_than_two_standard_errors():
@@ -89,7 +99,7 @@ def test_seeds_that_agree_exactly_keep_the_evaluations_error():
     first, second = ({str(s): Value(x - shift, 0.02) for s, x in enumerate(levels)} for shift in (0.0, 0.1))
     gap = difference(first, second)
     assert gap.source == "evaluation"
-    assert gap.stderr == pytest.approx(0.02 * 2**0.5 / 3**0.5)
+    assert gap.stderr == pytest.approx(0.02 * 2**0.5)  # the problems are the same: more seeds do not average it out
 
 
 def test_a_training_number_of_one_seed_has_no_error():

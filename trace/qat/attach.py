@@ -83,6 +83,7 @@ class Qat:
         guidance: tuple[Tensor, RecordLayout] | None = None,
         valid: Tensor | None = None,
         expert_ids: Tensor | None = None,
+        replay: bool = True,
         collect: Collector | None = None,
         recorder: Recorder | None = None,
         kv_in_cache: bool = False,
@@ -91,7 +92,8 @@ class Qat:
 
         ``guidance``: (rows uint8 [B, T, row_bytes], their layout), needed by mode ``guided`` and ignored by no other:
         passing it elsewhere is an error. ``valid`` bool [B, T]: positions that have a record, needed with guidance,
-        expert ids or a collector. ``expert_ids`` integer [B, T, moe_layers, K]: routing to replay.
+        expert ids or a collector. ``expert_ids`` integer [B, T, moe_layers, K]: routing to replay, or without
+        ``replay`` only to compare the model's own with.
         """
         if self._state is not None:
             raise UserError("qat.forward is already active on this model; finish the first block before the next")
@@ -111,13 +113,13 @@ class Qat:
             state.rows, state.layout = rows.reshape(-1, rows.shape[-1]), layout
             self._check_rows(state)
         if expert_ids is not None:
-            state.expert_ids = self._checked_ids(expert_ids, valid=state.valid)
+            state.expert_ids, state.replay = self._checked_ids(expert_ids, valid=state.valid), replay
         self._state = state
         try:
             yield state
         finally:
             self._state = None
-        if expert_ids is not None:
+        if expert_ids is not None and replay:
             self.replayed_fraction = len(state.replayed_layers) / len(self.dims.moe_layers)
             assert self.replayed_fraction == 1.0, f"replayed only MoE layers {sorted(state.replayed_layers)}"
 

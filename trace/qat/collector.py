@@ -53,7 +53,7 @@ class TensorCounts:
 
 @dataclass
 class RoutingCounts:
-    """Live choice against replayed choice of one MoE layer, before replay."""
+    """The model's own choice against the rollout's in one MoE layer."""
 
     tokens: int = 0
     disagreeing_tokens: int = 0
@@ -139,7 +139,7 @@ class Collector:
         counts.scale_recovery_failures += failures
 
     def on_routing(self, *, layer: int, live: Tensor, replayed: Tensor, valid: Tensor) -> None:
-        """Compare live and replayed expert sets [N, K] at valid rows."""
+        """Compare live expert sets [N, K] with the rollout's at valid rows."""
         live, replayed = live[valid], replayed[valid]
         missing = (replayed.unsqueeze(2) != live.unsqueeze(1)).all(dim=2)
         counts = self.routing.setdefault(layer, RoutingCounts())
@@ -157,7 +157,7 @@ class Collector:
         return out
 
     def router_disagreement(self) -> float:
-        """Share of (token, MoE layer) pairs whose live expert set differs from the replayed one."""
+        """Share of (token, MoE layer) pairs whose live expert set differs from the rollout's."""
         tokens = sum(c.tokens for c in self.routing.values())
         return sum(c.disagreeing_tokens for c in self.routing.values()) / tokens if tokens else 0.0
 

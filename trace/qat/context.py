@@ -46,7 +46,9 @@ class ForwardState:
     invalid_index: Tensor | None = None
     """int64: positions without one, rounded by themselves."""
     expert_ids: Tensor | None = None
-    """int64 [N, moe_layers, K] to replay."""
+    """int64 [N, moe_layers, K]: the rollout's routing."""
+    replay: bool = True
+    """Replay ``expert_ids``; otherwise they are only compared with the model's own choice."""
     collector: Collector | None = None
     recorder: Recorder | None = None
     kv_in_cache: bool = False

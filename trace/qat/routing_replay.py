@@ -58,10 +58,12 @@ def router_hook(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Te
         return None
     live = named["ids"].reshape(-1, named["ids"].shape[-1])
     recorded = state.expert_ids[:, module.trace_moe_index]
+    if state.collector is not None:
+        state.collector.on_routing(layer=module.trace_layer, live=live, replayed=recorded, valid=state.valid)
+    if not state.replay:
+        return None
     ids = torch.where(state.valid[:, None], recorded, live)
     weights = gate_values(named["logits"], ids, renormalizes=qat.renormalizes).to(named["weights"].dtype)
     state.replayed_layers.add(module.trace_moe_index)
-    if state.collector is not None:
-        state.collector.on_routing(layer=module.trace_layer, live=live, replayed=recorded, valid=state.valid)
     named["ids"], named["weights"] = ids, weights.view(named["weights"].shape)
     return tuple(named[name] for name in qat.family.router_output)

@@ -98,13 +98,13 @@ def table4(summary: dict[str, Any], paper: dict[str, Any]) -> list[Claim]:
                 paper=(numbers["trace"], numbers["qat"]),
                 expected=1,
             )
-    for method, words in (("qat", "plain QAT"), ("trace", "TRACE")):
+    for method, words, guided in (("qat", "plain QAT", ""), ("trace", "TRACE", "; guiding K and V alone with 8 bits")):
         eight, four = (cells.get(column, {}).get(method) for column in ("w4a8_kv4", "w4a4_kv4"))
         if eight and four:
             rows += compare_accuracy(
                 summary,
                 topic="table4",
-                statement=f"8-bit activations beat 4-bit ones under {words} (MXFP4)",
+                statement=f"8-bit activations beat 4-bit ones under {words} (MXFP4{guided})",
                 first=eight,
                 second=four,
                 paper=tuple(paper["table4"][column][method] for column in ("w4a8_kv4", "w4a4_kv4")),

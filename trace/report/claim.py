@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trace_rl.report.estimate import OPPOSITE, WEAKER, Estimate, accuracies, difference, estimate, show, verdict
+from trace_rl.report.estimate import Estimate, accuracies, difference, estimate, show, verdict
 from trace_rl.report.labels import base
 
 NOT_REPORTED = "not reported"
@@ -19,10 +19,6 @@ class Claim:
     paper: str
     here: str
     verdict: str
-
-    @property
-    def disagrees(self) -> bool:
-        return self.verdict in (OPPOSITE, WEAKER)
 
     @property
     def evidence(self) -> str:

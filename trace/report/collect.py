@@ -37,6 +37,7 @@ TRAIN_KEYS = (
     "nonfinite_gradients",
     "collapsed",
     "diagnostics",
+    "environment",
 )
 
 

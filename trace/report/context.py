@@ -15,6 +15,10 @@ from trace_rl.report.labels import label
 from trace_rl.report.mechanism_claims import parity_step_claim
 from trace_rl.report.paper import paper_numbers
 
+COLLAPSE_RULE = (
+    "Collapsed: the reward of the last steps is below half of the best that as many steps in a row reached, or one of "
+    "their updates had a gradient that was not finite."
+)
 Methods = dict[str, RlMethod | PtqMethod]
 Analysis = dict[str, dict[int, dict[str, Any]]]
 """{``gap_sources`` or ``ratio``: {seed: artifact}}."""

@@ -6,10 +6,11 @@ The rule of every verdict in the report:
   divided by sqrt(n)). Two methods are compared by their *paired* differences: same seed, hence same prompts in the same
   order and the same evaluation problems. The difference is resolved when it exceeds t standard errors of the paired
   mean, t being the 97.5 % quantile of Student's distribution with n - 1 degrees of freedom (4.3 for three seeds, not 2:
-  the spread of three numbers is itself badly known). Seeds that agree exactly fall back on the evaluation's own error.
+  the spread of three numbers is itself badly known). Seeds that agree exactly fall back on the evaluation's own error,
+  which they share: their problems are the same, so it does not shrink with their number.
 - With one seed an accuracy carries the evaluation's own (binomial) error, named as such, and a difference is resolved
-  beyond two of them; gaps, codewords, bytes and seconds have no error of their own there and their direction alone
-  counts.
+  beyond two of them. Gaps, codewords, rewards and seconds of one seed have no known error: their direction is shown as
+  such and neither agrees nor disagrees with the paper.
 - "On par" is the same direction only when a loss of more than five points is excluded by the whole error bar.
 
 The standard error of seeds holds the start policy and the evaluation problems fixed: it says how RL scatters, not how
@@ -33,6 +34,10 @@ _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 
 SAME, WEAKER, OPPOSITE, OPEN = "same direction", "weaker", "opposite direction", "not resolved"
 UNTESTED = "not tested"
 """Verdicts; ``weaker`` is the paper's direction short of its number, ``not tested`` has no number on one side."""
+SAME_BARE, OPPOSITE_BARE = "same direction, error unknown", "opposite direction, error unknown"
+"""One seed's difference of numbers that have no error of their own."""
+COMPUTED = "agrees, computed"
+"""A figure that follows from a formula: agreement is no measurement."""
 
 Source = Literal["seeds", "evaluation", "none"]
 
@@ -68,6 +73,11 @@ class Estimate:
         """What the mean must exceed to differ from zero."""
         return (t_quantile(self.n - 1) if self.source == "seeds" else RESOLVED_AT) * self.stderr
 
+    @property
+    def resolved(self) -> bool:
+        """Whether the mean is beyond its error; a bare number has none and is not."""
+        return self.source != "none" and abs(self.mean) > self.slack
+
 
 def estimate(values: dict[str, Value]) -> Estimate | None:
     """Mean over seeds; None without any."""
@@ -81,7 +91,7 @@ def estimate(values: dict[str, Value]) -> Estimate | None:
     if spread > SAME_NUMBER * max(map(abs, means)):
         return Estimate(mean, spread / math.sqrt(n), n, "seeds")
     if len(errors) == n:
-        return Estimate(mean, math.hypot(*errors) / n, n, "evaluation")
+        return Estimate(mean, statistics.fmean(errors), n, "evaluation")
     return Estimate(mean, 0.0, n, "none")
 
 
@@ -134,9 +144,12 @@ def seed_mean(summary: dict[str, Any], name: str, key: str, *inner: str) -> floa
 
 def verdict(gap: Estimate, *, expected: int) -> str:
     """Direction of a difference against the paper's sign."""
-    if abs(gap.mean) <= gap.slack:
+    agrees = math.copysign(1, gap.mean) == expected
+    if gap.source == "none" and gap.mean:
+        return SAME_BARE if agrees else OPPOSITE_BARE
+    if not gap.resolved:
         return OPEN
-    return SAME if math.copysign(1, gap.mean) == expected else OPPOSITE
+    return SAME if agrees else OPPOSITE
 
 
 def parity(gap: Estimate) -> str:
@@ -159,5 +172,23 @@ def show(found: Estimate | None, *, scale: float = 100.0, digits: int = 1, signe
 def error_note(num_seeds: int) -> str:
     """What the ± of a table is."""
     if num_seeds > 1:
-        return f"± is the standard error over n = {num_seeds} seeds unless the row's n says otherwise."
+        return (
+            f"± is the standard error over n = {num_seeds} seeds unless the row's n says otherwise: how RL scatters on "
+            "one start policy and one set of problems."
+        )
     return "n = 1 seed: ± is the evaluation's own (binomial) standard error; training numbers have none."
+
+
+def resolution_rule(num_seeds: int) -> str:
+    """When a page calls a difference resolved."""
+    if num_seeds > 1:
+        rule = (
+            f"Methods are compared seed by seed; a difference is resolved beyond {t_quantile(num_seeds - 1):.1f} "
+            f"standard errors of its paired mean (Student's t, n = {num_seeds})"
+        )
+    else:
+        rule = (
+            "With one seed a difference of accuracies is resolved beyond two standard errors of the evaluation, and "
+            "nothing else is"
+        )
+    return f"{rule}; about one in twenty comparisons without an effect comes out resolved."

@@ -26,6 +26,7 @@ WORDS: dict[str, Callable[[str], str]] = {
     "guidance.gate": lambda value: f"gate {value}",
     "router_replay": lambda value: "without R3" if value == "none" else "with R3",
     "loss.tis_cap": lambda value: "without TIS" if value == "null" else f"TIS cap {value}",
+    "ratio.old_policy": lambda value: f"old policy {value}",
     "training.staleness": lambda value: f"staleness {value}",
     "training.learning_rate": lambda value: f"lr {float(value):g}",
     "training.updates_per_rollout": lambda value: f"{value} update{'' if value == '1' else 's'} per rollout",

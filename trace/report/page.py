@@ -2,25 +2,22 @@
 
 from trace_rl.report.context import Context
 from trace_rl.report.document import Document, Section
+from trace_rl.report.estimate import resolution_rule
 from trace_rl.report.sections.accuracy import accuracy_section
 from trace_rl.report.sections.dynamics import learning_section
 from trace_rl.report.sections.mismatch import mismatch_section
 from trace_rl.report.sections.opening import claims_table, paragraphs
 from trace_rl.report.sections.provenance import choices_section, gates_section, provenance_section
 from trace_rl.report.sections.storage import bytes_section
+from trace_rl.report.sections.tables import COMPARABLE
 from trace_rl.report.sections.time import time_section
 
 TITLE = "TRACE in miniature"
 ABOUT = (
     "A small mixture-of-experts policy is trained by RL with FP4 rollouts. FP4 is emulated: values are rounded to FP4 "
-    "bit for bit and multiplied in BF16, so accuracy, gaps and bytes carry over and speed does not. Every method has "
-    "the same budget, starting policy and hyperparameters, unless its name says what differs."
-)
-COMPARABLE = (
-    "The paper's numbers are for Qwen3.5-35B-A3B on LiveCodeBench v6, AIME24, AIME25 and HMMT25; here the mean over "
-    "this run's tasks stands in their place. Directions compare, values do not. With several seeds a difference is "
-    "resolved beyond t standard errors of its paired mean (4.3 for three seeds), with one beyond two of the "
-    "evaluation's; about one in twenty comparisons without an effect comes out resolved."
+    "bit for bit and multiplied in BF16. Bytes and the rounding of given values are those of FP4 hardware; speed is "
+    "not, and gaps depend on the order of operations of this processor's programs. Every method has the same budget "
+    "and starting policy; hyperparameters differ where its name or its file says so (cap and clipping of some losses)."
 )
 
 
@@ -46,7 +43,8 @@ def document(context: Context, *, title: str, sections: list[Section]) -> Docume
 
 def claims_section(context: Context) -> Section:
     """Every claim in one table."""
-    return Section("Paper beside here", [COMPARABLE, claims_table(context.claims)])
+    rule = resolution_rule(context.num_seeds)
+    return Section("Paper beside here", [f"{COMPARABLE} {rule}", claims_table(context.claims)])
 
 
 def ending(context: Context) -> list[Section]:

@@ -32,7 +32,7 @@ def diagnose(trainer: Trainer) -> dict[str, float]:
             seed=SEED_OFFSET + (trainer.seed << 32) + trainer.step_index,
         ),
         recording,
-        record_experts=trainer.method.router_replay == "r3",
+        record_experts=True,  # to compare routing, whether the method replays it or not
     )
     batch = pack(rollout.trajectories, pad_id=trainer.pad_id)
     layout = None if recording is None else trainer.record_layout(recording)

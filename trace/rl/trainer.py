@@ -275,7 +275,8 @@ class Trainer:
             mode=mode,
             guidance=(batch.record, self.layout) if mode == "guided" else None,
             valid=batch.valid,
-            expert_ids=batch.expert_ids if self.method.router_replay == "r3" else None,
+            expert_ids=batch.expert_ids,
+            replay=self.method.router_replay == "r3",
             collect=collect,
         ):
             logits = self.model(input_ids=batch.input_ids, attention_mask=batch.valid.long(), use_cache=False).logits

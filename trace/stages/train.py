@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trace_rl import tracking
+from trace_rl import environment, tracking
 from trace_rl.config.base import digest_of
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import RlMethod
@@ -260,7 +260,12 @@ def publish(this: TrainRun, *, model: PreTrainedModel, log: MetricsLog) -> dict[
         if (this.paths.checkpoint / name).is_file():
             shutil.copy2(this.paths.checkpoint / name, policy / name)
     shutil.copy2(log.path, temporary / "metrics.jsonl")
-    summary = {"method": this.method.name, "seed": this.seed, **summarize(log.rows())}
+    summary = {
+        "method": this.method.name,
+        "seed": this.seed,
+        **summarize(log.rows()),
+        "environment": {"commit": environment.commit(), "machine": environment.machine()},
+    }
     (temporary / "metrics.json").write_text(json.dumps(summary, indent=1) + "\n")
     out.mkdir(parents=True, exist_ok=True)
     for item in temporary.iterdir():

@@ -13,13 +13,15 @@ from trace_rl.report.labels import label
 
 
 def step_time(summary: dict[str, Any]) -> str | None:
-    """Median seconds per step of the first seed, split by phase, or None when no method was trained."""
-    methods = {
-        label(name): record["step_s"]
-        for name, seeds in summary["methods"].items()
-        for record in list(seeds.values())[:1]
-        if record.get("step_s")
-    }
+    """Median seconds per step, mean over seeds, split by phase, or None when no method was trained."""
+    methods = {}
+    for name, seeds in summary["methods"].items():
+        splits = [record["step_s"] for record in seeds.values() if record.get("step_s")]
+        if splits:
+            phases = dict.fromkeys(phase for split in splits for phase in split)
+            methods[label(name)] = {
+                phase: sum(split.get(phase, 0.0) for split in splits) / len(splits) for phase in phases
+            }
     if not methods:
         return None
     phases = list(dict.fromkeys(phase for split in methods.values() for phase in split if phase != "step"))

@@ -70,7 +70,8 @@ def accuracy_table(
     counts = ", ".join(f"{task} {scores['fp4']['n']}" for task, scores in summary["start"]["accuracy"].items())
     caption = (
         f"Greedy decoding through lm-eval, percent. {error_note(context.num_seeds)} Problems per task, the same for "
-        f"every method: {counts}. {executions_note(context, names)}"
+        f"every method: {counts}; the row before RL has the evaluation's binomial error. "
+        f"{executions_note(context, names)}"
     )
     return Table(header, tuple(rows), caption)
 
@@ -120,7 +121,7 @@ def accuracy_figures(context: Context, names: Sequence[str], *, prefix: str) -> 
         Figure(
             f"{prefix}_{execution}",
             bars.accuracy(context.summary, execution=execution, names=context.run_of(list(names))),
-            f"{words} execution; dashed: before RL.",
+            f"{words} execution, with the standard errors of the table; dashed: before RL.",
         )
         for execution, words in (("fp4", "FP4"), ("bf16", "BF16"))
     ]

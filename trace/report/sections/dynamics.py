@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trace_rl.config.targets import target_names
-from trace_rl.report.context import Context
+from trace_rl.report.context import COLLAPSE_RULE, Context
 from trace_rl.report.document import Figure, Section, Table
 from trace_rl.report.estimate import Value, estimate, show, trained
 from trace_rl.report.figures.curves import curve
@@ -74,7 +74,7 @@ def reward_table(context: Context, names: Sequence[str]) -> Table:
     header = ("method", "steps", "reward, first", "reward, last", "gain", "area", "collapsed", "n")
     caption = (
         f"Reward at the sampling temperature, averaged over the first and last {window} steps; area is its mean "
-        "over all steps; ± over seeds, none with one. Collapsed: the last below half of the best."
+        f"over all steps; ± over seeds, none with one. {COLLAPSE_RULE}"
     )
     return Table(header, tuple(rows), caption)
 

@@ -5,7 +5,7 @@ from typing import Any
 from trace_rl.report.document import Figure, Table
 from trace_rl.report.estimate import Estimate, show
 from trace_rl.report.figures.maps import Grid, heat_maps
-from trace_rl.report.sections.gather import Policies, gather
+from trace_rl.report.sections.gather import Policies, gather, seeds_note
 
 LAYERS = ("last_eighth", "last_quarter", "deeper_half", "first_half", "all")
 
@@ -31,7 +31,9 @@ def guidance_map(found: Policies, *, policy: str, words: str) -> Figure | None:
     if svg is None:
         return None
     return Figure(
-        f"guidance_map_{policy}", svg, f"Mean |Δ log p| by bits and guided layers, activations and KV, {words}."
+        f"guidance_map_{policy}",
+        svg,
+        f"Mean |Δ log p| by bits and guided layers, activations and KV, {words}; {seeds_note(found)}.",
     )
 
 
@@ -62,18 +64,39 @@ def scale_table(found: Policies, words: str) -> Table | None:
             if None in cells:
                 continue
             failed, blocks = recovery(found, layers=layers, tensors=tensors)
+            change = gather(
+                found, lambda p, layers=layers, tensors=tensors: scale_change(p, layers=layers, tensors=tensors)
+            )
             rows.append(
                 (
                     layers.replace("_", " "),
                     name,
                     *(show(cell, scale=1, digits=5) for cell in cells),
+                    show(change, scale=1, digits=6, signed=True),
                     f"{failed} of {blocks}",
                 )
             )
     if not rows:
         return None
-    header = ("guided layers", "tensors", "gap, 8-bit scales", "gap, 2-bit scales", "scales not recovered")
-    return Table(header, tuple(rows), f"One bit a value; mean |Δ log p|, {words}.")
+    header = (
+        "guided layers",
+        "tensors",
+        "gap, 8-bit scales",
+        "gap, 2-bit scales",
+        "difference",
+        "scales not recovered",
+    )
+    caption = (
+        f"One bit a value; mean |Δ log p|, {words}; the difference is paired on the same trajectories; "
+        f"{seeds_note(found)}. The bytes of both are under Storage."
+    )
+    return Table(header, tuple(rows), caption)
+
+
+def scale_change(policy: dict[str, Any], *, layers: str, tensors: str) -> tuple[float, None] | None:
+    """Gap with two-bit scales minus gap with whole ones, on the same trajectories."""
+    two, eight = (factorial_gap(policy, bits=1, layers=layers, scale_bits=bits, tensors=tensors) for bits in (2, 8))
+    return None if two is None or eight is None else (two[0] - eight[0], None)
 
 
 def recovery(found: Policies, *, layers: str, tensors: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
 from trace_rl.report.estimate import Estimate, show
 from trace_rl.report.sections.factorial import guidance_map, scale_table
-from trace_rl.report.sections.gather import Picked, Policies, gather
+from trace_rl.report.sections.gather import Picked, Policies, gather, seeds_note
 
 PARTS = {
     "format": "computing in BF16 instead of the rollout's format (added to the gap of QAT)",
@@ -152,7 +152,8 @@ def sources_table(found: Policies, words: str) -> Table:
     return Table(
         ("trainer or comparison", "gap mean", "gap p99", "gap max", "mismatch (%)"),
         tuple(rows),
-        f"Each against the log-probs the FP4 engine sampled with unless it says otherwise, {words}.",
+        f"Each against the log-probs the FP4 engine sampled with unless it says otherwise, {words}; "
+        f"{seeds_note(found)}.",
     )
 
 
@@ -190,7 +191,11 @@ def where_tables(found: Policies, words: str) -> list[Table]:
             rows.append((interval, str(tokens), *cells))
         header = (f"{kind} ({unit})", "tokens", *(FORWARDS.get(name, name) for name in forwards))
         tables.append(
-            Table(header, tuple(rows), f"Mean |Δ log p| and its share of the whole, by {kind} of the token, {words}.")
+            Table(
+                header,
+                tuple(rows),
+                f"Mean |Δ log p| and its share of the whole, by {kind} of the token, {words}; {seeds_note(found)}.",
+            )
         )
     return tables
 
@@ -236,6 +241,6 @@ def bracket_tables(found: Policies, words: str) -> list[Table]:
     )
     caption = (
         f"Where one bit may differ from whole codes, {words}. A miss is a rollout codeword outside the two neighbours "
-        "of the trainer's value; in layers that are not guided the pick is the nearest codeword."
+        f"of the trainer's value; in layers that are not guided the pick is the nearest codeword; {seeds_note(found)}."
     )
     return [Table(header, tuple(rows), caption)]

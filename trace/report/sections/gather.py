@@ -11,6 +11,13 @@ Picked = tuple[float | None, float | None] | None
 """A mean and its error, either unknown."""
 
 
+def seeds_note(found: Policies) -> str:
+    """What the ± of such a table is."""
+    if len(found) > 1:
+        return f"± over n = {len(found)} seeds"
+    return "n = 1 seed, ± over its trajectories"
+
+
 def gather(found: Policies, pick: Callable[[dict[str, Any]], Picked]) -> Estimate | None:
     """(mean, error) of each seed's policy as one estimate; seeds without it do not count."""
     values = {}

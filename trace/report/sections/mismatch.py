@@ -14,7 +14,8 @@ from trace_rl.report.sections.opening import opening
 EXPLANATION = (
     "Gap is |log pi_train - log pi_rollout| on the sampled tokens of every step. Codewords are compared on diagnostic "
     "batches with whole codes of all layers recorded: once with the trainer rounding to nearest, once as the method "
-    "rounds. Router disagreement is counted before replay."
+    "rounds. Router disagreement is the share of tokens and layers whose own choice of experts differs from the "
+    "rollout's."
 )
 COLUMNS = (
     ("mismatch, nearest (%)", "diag/rtn/mismatch"),
@@ -92,12 +93,17 @@ def mismatch_table(context: Context, names: Sequence[str]) -> Table:
                 label(name),
                 show(estimate(gap), scale=1, digits=5),
                 show(estimate(tail), scale=1, digits=4),
+                show(estimate(trained(context.summary, name, "diagnostics", "diag/rtn/gap_mean")), scale=1, digits=5),
                 *(show(estimate(trained(context.summary, name, "diagnostics", key)), digits=3) for _, key in COLUMNS),
                 str(len(gap)),
             )
         )
-    header = ("method", "gap mean", "gap p99", *(title for title, _ in COLUMNS), "n")
-    return Table(header, tuple(rows), "± over seeds; none with one seed.")
+    header = ("method", "gap mean", "gap p99", "gap mean, nearest", *(title for title, _ in COLUMNS), "n")
+    caption = (
+        "± over seeds; none with one seed. Nearest: the same policies with the trainer rounding to nearest; guidance "
+        "repeats the rollout's rounding, so a small guided gap says that it was followed."
+    )
+    return Table(header, tuple(rows), caption)
 
 
 def apart_table(context: Context, names: Sequence[str]) -> Table:

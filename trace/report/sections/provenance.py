@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trace_rl.report.context import Context
+from trace_rl.report.context import COLLAPSE_RULE, Context
 from trace_rl.report.document import Section, Table
 from trace_rl.report.labels import label
 
@@ -31,10 +31,8 @@ CHOICES = (
     ("Residual channels of QUADS, column importance of H-Scale", "from calibration on the policy before RL"),
     ("Recorded tokens", "prompt and response; the last sampled token is never fed and has no record"),
     ("Gated guidance", "off (guidance.gate = 0.5)"),
-    (
-        "Optimizer constants",
-        "AdamW betas and clipping as in the configuration; the accounts state the learning rate only",
-    ),
+    ("Optimizer constants", "AdamW betas and clipping as in the configuration"),
+    ("Collapse", COLLAPSE_RULE.removeprefix("Collapsed: ")),
 )
 
 
@@ -72,6 +70,39 @@ def gates_section(context: Context) -> Section | None:
     return Section("Gates", blocks) if blocks else None
 
 
+def trained_at(summary: dict[str, Any]) -> str:
+    """Commits of the trainings; a page may show runs that an older state of the code made."""
+    found: dict[str, int] = {}
+    for made in environments(summary):
+        commit = made["commit"]
+        words = f"{commit['id']}{' with uncommitted changes' if commit['dirty'] else ''}" if commit["id"] else "unknown"
+        found[words] = found.get(words, 0) + 1
+    return counted(found)
+
+
+def trained_on(summary: dict[str, Any]) -> str:
+    """Machines of the trainings."""
+    found: dict[str, int] = {}
+    for made in environments(summary):
+        machine = made["machine"]
+        words = ", ".join([f"{machine['cpu']}, {machine['cores']} cores", *machine["accelerators"]])
+        found[words] = found.get(words, 0) + 1
+    return counted(found)
+
+
+def environments(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Commit and machine of every training that left them."""
+    records = (record for seeds in summary["methods"].values() for record in seeds.values())
+    return [record["environment"] for record in records if record.get("environment")]
+
+
+def counted(found: dict[str, int]) -> str:
+    """Each with the number of trainings where there are several."""
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{words} ({count})" for words, count in found.items()) or "not recorded"
+
+
 def format_error_table(calibration: dict[str, Any]) -> Table:
     """Relative squared error of every format."""
     errors = calibration["format_relative_mse"]
@@ -88,6 +119,12 @@ def choices_section(context: Context) -> Section:
     samples = settings["samples_per_step"]["Qwen3.5-35B-A3B"]
     rows = (
         ("optimizer", settings["optimizer"], "GRPO"),
+        ("learning rate", "1e-6", f"{training.learning_rate:g}: a policy a ten-thousandth of the size"),
+        (
+            "advantage",
+            settings["optimizer"],
+            "(R - mean) / (std + 1e-6) over a prompt's responses" if training.advantage_std else "R - mean",
+        ),
         ("router replay", settings["router_replay"], "R3, off in variants that say so"),
         ("importance ratio cap", str(settings["importance_ratio_cap"]), "5, or the cap of a method's own source"),
         ("largest version difference", str(settings["max_version_diff"]), str(training.max_version_diff)),
@@ -115,8 +152,10 @@ def provenance_section(context: Context) -> Section:
     dirty = {True: " with uncommitted changes", False: "", None: ""}[commit["dirty"]]
     seeds = sorted({seed for record in summary["methods"].values() for seed in record}, key=int)
     rows = (
-        ("commit", f"{commit['id'] or 'not a git checkout'}{dirty}"),
-        ("machine", machine),
+        ("page written at commit", f"{commit['id'] or 'not a git checkout'}{dirty}"),
+        ("trainings made at commit", trained_at(summary)),
+        ("page written on", machine),
+        ("trainings made on", trained_on(summary)),
         ("format", f"{context.config.format}, emulated, unless a method says otherwise"),
         ("seeds", ", ".join(seeds)),
         *((name, value) for name, value in summary["versions"].items()),

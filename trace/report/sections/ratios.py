@@ -6,8 +6,8 @@ from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Table
 from trace_rl.report.estimate import Estimate, show
 from trace_rl.report.figures.points import point_panels
-from trace_rl.report.sections.gaps import FORWARDS
-from trace_rl.report.sections.gather import Picked, gather
+from trace_rl.report.sections.gaps import COMPARISONS, FORWARDS
+from trace_rl.report.sections.gather import Picked, gather, seeds_note
 
 
 def ratio_blocks(context: Context) -> list[str | Table | Figure]:
@@ -66,6 +66,8 @@ def ratio_reading(found: dict[int, dict[str, Any]]) -> str:
         "engine's log-ratio of the same tokens holds the update and no FP4 flip; slope of each trainer's log-ratio on "
         f"it (1: sees the update, 0: blind to it): {', '.join(slopes)}."
     )
+    if not texts:
+        return "No correlation of the trainer's log-ratio with the engine's own could be computed."
     return (
         f"Correlation of the trainer's log-ratio with the engine's own after {update} "
         f"update{'s' if update > 1 else ''}: {', '.join(texts)}."
@@ -93,7 +95,8 @@ def tracking_figure(found: dict[int, dict[str, Any]]) -> Figure | None:
 def ratio_table(found: dict[int, dict[str, Any]], *, kind: str, words: str) -> Table:
     """Error, correlation, slope and effective sample size by forward and number of updates."""
     rows = []
-    for precision, forwards in (("fp4", FORWARDS), ("bf16", {"bf16": "BF16 engine and trainer"})):
+    unreplayed = {name: words for name, words in COMPARISONS.items() if name in ("bf16_no_r3", "qat_no_r3")}
+    for precision, forwards in (("fp4", FORWARDS | unreplayed), ("bf16", {"bf16": "BF16 engine and trainer"})):
         for forward, text in forwards.items():
             for updates in updates_of(found):
                 cells = {
@@ -134,7 +137,8 @@ def ratio_table(found: dict[int, dict[str, Any]], *, kind: str, words: str) -> T
         "effective sample size",
         "truncated (%)",
     )
-    return Table(header, tuple(rows), f"{words}, against r, the engine's own log-ratio on the old tokens.")
+    caption = f"{words}, against r, the engine's own log-ratio on the old tokens; {seeds_note(found)}."
+    return Table(header, tuple(rows), caption)
 
 
 def truth_table(found: dict[int, dict[str, Any]]) -> Table:
@@ -155,7 +159,8 @@ def truth_table(found: dict[int, dict[str, Any]]) -> Table:
             value = gather(found, pick)
             if updates and value is not None:
                 rows.append((precision.upper(), f"{updates} updates", show(value, scale=1, digits=5)))
-    return Table(("engine", "old tokens, old to new policy", "mean |r|"), tuple(rows), "Size of the true log-ratio.")
+    caption = f"Size of the true log-ratio; {seeds_note(found)}."
+    return Table(("engine", "old tokens, old to new policy", "mean |r|"), tuple(rows), caption)
 
 
 def gap_table(found: dict[int, dict[str, Any]]) -> Table:
@@ -164,7 +169,7 @@ def gap_table(found: dict[int, dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for artifact in found.values() for name in artifact["gap_by_updates"]))
     rows = tuple(
         (
-            {"bf16_both": "BF16 engine and trainer"}.get(name, FORWARDS.get(name, name)),
+            FORWARDS.get(name) or COMPARISONS.get(name, name),
             *(
                 show(
                     gather(found, lambda a, n=name, u=number: (a["gap_by_updates"].get(n, {}).get(u), None)),
@@ -177,4 +182,4 @@ def gap_table(found: dict[int, dict[str, Any]]) -> Table:
         for name in names
     )
     header = ("trainer", *(f"{number} updates" for number in updates))
-    return Table(header, rows, "Gap to a rollout of an older policy.")
+    return Table(header, rows, f"Gap to a rollout of an older policy; {seeds_note(found)}.")

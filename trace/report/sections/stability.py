@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from trace_rl.config.targets import STABILITY, target_names
 from trace_rl.report.claim import own_execution
-from trace_rl.report.context import Context
+from trace_rl.report.context import COLLAPSE_RULE, Context
 from trace_rl.report.document import Figure, Section, Table
-from trace_rl.report.estimate import accuracies, estimate, show
+from trace_rl.report.estimate import accuracies, estimate, show, trained
 from trace_rl.report.figures.maps import Grid, heat_maps
 from trace_rl.report.labels import changes, without
 from trace_rl.report.sections.dynamics import reward_area
@@ -80,7 +80,7 @@ def reading(context: Context, grid: dict[str, dict[Point, str]]) -> Sequence[str
             paragraphs.insert(0, f"{text}.")
     if context.num_seeds == 1:
         paragraphs.append("One seed a cell: a single collapse near the edge of the region may go either way.")
-    paragraphs.append("The paper's accounts have no such map. Collapsed: the last reward below half of the best.")
+    paragraphs.append(f"The paper's accounts have no such map. {COLLAPSE_RULE}")
     return paragraphs
 
 
@@ -103,7 +103,10 @@ def stability_map(context: Context, grid: dict[str, dict[Point, str]]) -> Figure
     svg = heat_maps(grids, xlabel="learning rate", ylabel="", height=1.9)
     if svg is None:
         return None
-    caption = "Colour: mean reward over all steps. Text: reward area, final accuracy; ✕ marks a collapsed run."
+    caption = (
+        "Colour: mean reward over all steps. Text: reward area, final accuracy; ✕ marks a collapsed run, ↓ one that "
+        "ends below the reward it started from."
+    )
     caption += f" {evaluated_at(context)}"
     return Figure("stability", svg, caption)
 
@@ -120,6 +123,8 @@ def cell_text(context: Context, name: str) -> str:
     accuracy = estimate(accuracies(context.summary, name, own_execution(name)))
     collapsed, total = collapsed_seeds(context, name)
     mark = "" if not collapsed else " ✕" if total == 1 else f" ✕{collapsed}/{total}"
+    gain = estimate(trained(context.summary, name, "reward_gain"))
+    mark += " ↓" if gain is not None and gain.mean < 0 else ""
     shown = f"{area.mean:.2f}" if area else "–"
     return f"{shown}, {100 * accuracy.mean:.0f} %{mark}" if accuracy else f"{shown}{mark}"
 
@@ -137,9 +142,19 @@ def stability_table(context: Context, grid: dict[str, dict[Point, str]]) -> Tabl
                     str(length),
                     str(updates),
                     show(estimate(reward_area(context, name)), scale=1, digits=3),
+                    show(estimate(trained(context.summary, name, "reward_gain")), signed=True),
                     show(estimate(accuracies(context.summary, name, own_execution(name)))),
                     f"{collapsed} of {total}",
                 )
             )
-    header = ("method", "learning rate", "tokens", "updates", "reward area", "accuracy (%)", "collapsed")
+    header = (
+        "method",
+        "learning rate",
+        "tokens",
+        "updates",
+        "reward area",
+        "gain (points)",
+        "accuracy (%)",
+        "collapsed",
+    )
     return Table(header, tuple(rows), f"Accuracy in the execution a policy is meant for. {evaluated_at(context)}")

@@ -7,12 +7,13 @@ rate, paired over seeds; its verdicts are stated whichever way they come out.
 
 from collections.abc import Callable
 
+from trace_rl.config.method import RlMethod
 from trace_rl.config.targets import target_names
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
 from trace_rl.report.estimate import Estimate, Value, difference, estimate, show, trained
 from trace_rl.report.figures.curves import curve_panels
-from trace_rl.report.labels import changes, without
+from trace_rl.report.labels import changes, label, without
 from trace_rl.report.sections.dynamics import reward_area
 from trace_rl.report.sections.ratios import ratio_blocks
 
@@ -20,6 +21,8 @@ STALENESS, LEARNING_RATE = "training.staleness", "training.learning_rate"
 FREE = (STALENESS, LEARNING_RATE, "training.steps")
 """Keys of the grid; what is left of a name is the method of a line."""
 REFERENCE, GUIDED = "qat", "trace"
+REFERENCES = (REFERENCE, GUIDED, *(f"{name}@ratio.old_policy=sampling" for name in (REFERENCE, GUIDED)))
+"""What the others are compared with; those whose old policy is the sampling one, with their like as well."""
 
 Point = tuple[float, int]
 """Learning rate and staleness."""
@@ -66,12 +69,14 @@ def measures(context: Context) -> dict[str, Callable[[str], dict[str, Value]]]:
 
 
 def comparisons(context: Context, grid: dict[Point, dict[str, str]]) -> list[tuple[Point, str, str, str, Estimate]]:
-    """(point, method, reference, measure, paired difference): every method against QAT, and against TRACE."""
+    """(point, method, reference, measure, paired difference): every method against QAT, TRACE and its like."""
     found = []
     for point, methods in grid.items():
-        for reference in (REFERENCE, GUIDED):
+        for rank, reference in enumerate(map(label, REFERENCES)):
+            before = [label(name) for name in REFERENCES[: rank + 1]]
             for method, name in methods.items():
-                if reference not in methods or method == reference or (reference, method) == (GUIDED, REFERENCE):
+                # A pair of references stands once; the method's other changes are compared at the same old policy.
+                if reference not in methods or method in before or not comparable(context, name, methods[reference]):
                     continue
                 for measure, of in measures(context).items():
                     gap = difference(of(name), of(methods[reference]))
@@ -80,9 +85,12 @@ def comparisons(context: Context, grid: dict[Point, dict[str, str]]) -> list[tup
     return found
 
 
-def resolved(gap: Estimate) -> bool:
-    """A difference beyond its error; one seed's reward has none, so it decides nothing."""
-    return gap.source != "none" and abs(gap.mean) > gap.slack
+def comparable(context: Context, name: str, reference: str) -> bool:
+    """Whether a pair is shown: anything against the plain methods, and against the others what has their old policy."""
+    if without(reference, *FREE) in (REFERENCE, GUIDED):
+        return True
+    method = context.methods.get(name)
+    return isinstance(method, RlMethod) and method.ratio.old_policy == "sampling"
 
 
 def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
@@ -93,9 +101,9 @@ def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
     for (rate, age), method, reference, measure, gap in compared:
         where = f"staleness {age}, lr {rate:g}, {measure} {points(gap)}"
         if (method, reference) == (GUIDED, REFERENCE):
-            kind = "open" if not resolved(gap) else "worse" if gap.mean < 0 else "better"
+            kind = "open" if not gap.resolved else "worse" if gap.mean < 0 else "better"
             texts[kind].append(where)
-        elif reference == GUIDED and method not in ("bf16", "fp4_naive") and age and resolved(gap):
+        elif reference == GUIDED and method not in ("bf16", "fp4_naive") and age and gap.resolved:
             cures.append(f"{method} {'above' if gap.mean > 0 else 'below'} trace at {where}")
     paragraphs = []
     if texts["worse"]:
@@ -109,8 +117,8 @@ def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
     tested = [gap for *_, gap in compared if gap.source != "none"]
     if tested:
         paragraphs.append(
-            f"{sum(map(resolved, tested))} of the {len(tested)} comparisons of the table below are resolved, each at "
-            f"5 %: about {len(tested) / 20:.0f} would be if nothing had any effect."
+            f"{sum(gap.resolved for gap in tested)} of the {len(tested)} comparisons of the table below are resolved, "
+            f"each at 5 %: about {len(tested) / 20:.0f} would be if nothing had any effect."
         )
     return paragraphs
 
@@ -132,7 +140,7 @@ def comparison_table(context: Context, grid: dict[Point, dict[str, str]]) -> Tab
 
 def verdict(gap: Estimate) -> str:
     """Which of the two is ahead, if that is resolved."""
-    return ("first is higher" if gap.mean > 0 else "first is lower") if resolved(gap) else "not resolved"
+    return ("first is higher" if gap.mean > 0 else "first is lower") if gap.resolved else "not resolved"
 
 
 def training_table(context: Context, grid: dict[Point, dict[str, str]]) -> Table:

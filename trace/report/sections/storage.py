@@ -7,7 +7,7 @@ from trace_rl.config.targets import target_names
 from trace_rl.guidance.accounting import plan
 from trace_rl.report.context import Context
 from trace_rl.report.document import Section, Table
-from trace_rl.report.estimate import seed_mean
+from trace_rl.report.estimate import Value, estimate, seed_mean, show
 from trace_rl.report.labels import label
 from trace_rl.report.paper import PAPER_MODEL
 from trace_rl.report.sections.opening import opening
@@ -32,17 +32,28 @@ def recorded_table(context: Context, names: Sequence[str]) -> Table:
         size = seed_mean(context.summary, name, "guidance_bytes_per_token")
         if not size:
             continue
+        step = estimate({seed: Value(size * tokens / 2**20) for seed, tokens in step_tokens(context, name).items()})
+        rows.append((label(name), f"{size:.0f}", show(step, scale=1, digits=3), str(step.n) if step else "–"))
+    header = ("method", "bytes per token, here", "MiB per step, here", "n")
+    caption = (
+        "Length of one token's guidance row as recorded, which is exact; a step's bytes follow its tokens, prompts "
+        "included, ± over seeds."
+    )
+    return Table(header, tuple(rows), caption)
+
+
+def step_tokens(context: Context, name: str) -> dict[str, float]:
+    """Mean tokens of a step, by seed."""
+    found = {}
+    for (method, seed), steps in context.runs.items():
         tokens = [
             row["tokens_per_s"] * row["seconds/step"]
-            for (method, _), steps in context.runs.items()
-            if method == name
             for row in steps
-            if {"tokens_per_s", "seconds/step"} <= row.keys()
+            if method == name and {"tokens_per_s", "seconds/step"} <= row.keys()
         ]
-        step = f"{size * sum(tokens) / len(tokens) / 2**20:.2f}" if tokens else "–"
-        rows.append((label(name), f"{size:.0f}", step))
-    header = ("method", "bytes per token, here", "MiB per step, here")
-    return Table(header, tuple(rows), "Length of one token's guidance row as recorded; exact, so without error.")
+        if tokens:
+            found[str(seed)] = sum(tokens) / len(tokens)
+    return found
 
 
 def computed_tables() -> list[Table]:

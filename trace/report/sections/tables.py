@@ -7,9 +7,10 @@ from trace_rl.report.accuracy_claims import TABLE5_ROWS, table4_cells
 from trace_rl.report.claim import accuracy_difference, show_difference
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
-from trace_rl.report.estimate import Estimate, difference, estimate, show, trained
+from trace_rl.report.estimate import Estimate, difference, estimate, resolution_rule, show, trained
 from trace_rl.report.labels import base, label
 from trace_rl.report.sections.accuracy import accuracy_figures, accuracy_table
+from trace_rl.report.sections.losses import loss_activity, mean_over_steps
 from trace_rl.report.sections.opening import opening
 
 COMPARABLE = (
@@ -27,7 +28,7 @@ def accuracy_page(
         title,
         [
             *opening(context.about(target, *topics), collapsed=context.collapsed(names)),
-            COMPARABLE,
+            f"{COMPARABLE} {resolution_rule(context.num_seeds)}",
             accuracy_table(context, names, reported=reported),
         ],
     )
@@ -44,6 +45,7 @@ def table1(context: Context) -> Section:
     )
     names = context.run_of(target_names(context.config, "table1"))
     section.blocks += accuracy_figures(context, names, prefix="table1") if names else []
+    section.blocks += loss_activity(context, names)
     return section
 
 
@@ -60,7 +62,12 @@ def table5(context: Context) -> Section:
     reported = {name: numbers[row] for name, row in TABLE5_ROWS.items()}
     section = accuracy_page(context, target="table5", title="Table 5: how much guidance", reported=reported)
     names = context.run_of(target_names(context.config, "table5"))
-    section.blocks += [guidance_table(context, names), against_base(context, names)]
+    section.blocks += [
+        "Trained here: bits and layers varied one at a time from one bit in the deeper half. The gap of every "
+        "combination of bits, layers, tensors and scale bits, on fixed trajectories, is in the target `mismatch`.",
+        guidance_table(context, names),
+        against_base(context, names),
+    ]
     return section
 
 
@@ -68,10 +75,11 @@ def guidance_table(context: Context, names: list[str]) -> Table:
     """Bytes, gap and mismatch of each kind of guidance."""
     rows = []
     for name in names:
-        gap, guided, whole = (
+        gap, nearest, guided, whole = (
             estimate(trained(context.summary, name, *keys))
             for keys in (
                 ("logprob_gap_mean",),
+                ("diagnostics", "diag/rtn/gap_mean"),
                 ("diagnostics", "diag/own/mismatch/guided"),
                 ("diagnostics", "diag/own/mismatch"),
             )
@@ -82,6 +90,7 @@ def guidance_table(context: Context, names: list[str]) -> Table:
                 label(name),
                 show(size, scale=1, digits=0) if size else "–",
                 show(gap, scale=1, digits=5),
+                show(nearest, scale=1, digits=5),
                 show(guided, digits=3),
                 show(whole, digits=3),
                 failures(context, name),
@@ -92,12 +101,18 @@ def guidance_table(context: Context, names: list[str]) -> Table:
         "guidance",
         "bytes per token",
         "mean abs Δ log p",
+        "the same, rounding to nearest",
         "mismatch, guided tensors (%)",
         "mismatch, all (%)",
         "scale recovery failures per diagnostic batch",
         "n",
     )
-    return Table(header, tuple(rows), "Gap over all steps; codewords on diagnostic batches, as the method rounds.")
+    caption = (
+        "Gap over all steps, as the method rounds, and with the same policies rounding to nearest on the diagnostic "
+        "batches: guidance repeats the rollout's rounding, so a small guided gap says that it was followed, not that "
+        "the policy rounds well by itself. Codewords on diagnostic batches, as the method rounds."
+    )
+    return Table(header, tuple(rows), caption)
 
 
 def failures(context: Context, name: str) -> str:
@@ -123,7 +138,7 @@ def table6(context: Context) -> Section:
         reported={"sc": numbers["score_centering"], "trace": numbers["trace"]},
     )
     names = context.run_of(target_names(context.config, "table6"))
-    section.blocks.append(largest_gaps(context, names))
+    section.blocks += [largest_gaps(context, names), *loss_activity(context, names)]
     return section
 
 
@@ -132,17 +147,12 @@ def largest_gaps(context: Context, names: list[str]) -> Table:
     low, high = context.paper["table6"]["sc_logprob_diff_max"]
     rows = []
     for name in names:
-        per_step = [
-            sum(values) / len(values)
-            for (method, _), steps in context.runs.items()
-            if method == name and (values := [row["gap_max"] for row in steps if "gap_max" in row])
-        ]
         largest = estimate(trained(context.summary, name, "logprob_gap_max"))
         rows.append(
             (
                 label(name),
                 f"{low}–{high}" if name == "sc" else "not reported",
-                f"{sum(per_step) / len(per_step):.2f}" if per_step else "–",
+                show(mean_over_steps(context, name, "gap_max"), scale=1, digits=2),
                 show(largest, scale=1, digits=2),
                 str(len(context.summary["methods"][name])),
             )
@@ -165,7 +175,8 @@ def ablations(context: Context) -> Section:
     """One thing switched off at a time; the paper's accounts give no numbers for it."""
     names = context.run_of(target_names(context.config, "ablations"))
     blocks: list[str | Table | Figure] = [
-        *opening([], collapsed=context.collapsed(names)),
+        *opening([], collapsed=context.collapsed(names), silent=True),
+        resolution_rule(context.num_seeds),
         against_base(context, names),
         accuracy_table(context, names),
         guidance_table(context, names),
@@ -174,10 +185,10 @@ def ablations(context: Context) -> Section:
 
 
 def resolution(found: Estimate) -> str:
-    """Whether a difference is beyond its error; a bare number has none, and a difference of 0 needs none."""
+    """Whether a difference is beyond its error."""
     if found.source == "none" and found.mean:
-        return "no error known"
-    return "yes" if abs(found.mean) > found.slack else "no"
+        return "error unknown"
+    return "yes" if found.resolved else "no"
 
 
 def against_base(context: Context, names: list[str]) -> Table:
@@ -200,7 +211,8 @@ def against_base(context: Context, names: list[str]) -> Table:
                 resolution(accuracy),
                 show(gap, scale=1, digits=5, signed=True),
                 resolution(gap),
+                str(gap.n),
             )
         )
-    header = ("variant, against its base", "accuracy (points)", "resolved?", "mean abs Δ log p", "resolved?")
+    header = ("variant, against its base", "accuracy (points)", "resolved?", "mean abs Δ log p", "resolved?", "n")
     return Table(header, tuple(rows), "Paired over seeds where there are several.")

@@ -5,7 +5,7 @@ from typing import Any
 
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
-from trace_rl.report.estimate import seed_mean
+from trace_rl.report.estimate import Value, estimate, seed_mean, show, trained
 from trace_rl.report.figures import bars
 from trace_rl.report.labels import label
 from trace_rl.report.sections.opening import opening
@@ -19,20 +19,54 @@ def time_section(context: Context, *, with_claims: bool = False) -> Section:
     blocks: list[str | Table | Figure] = list(opening(context.about("time"))) if with_claims else []
     svg = bars.step_time(context.summary) if len(context.summary["methods"]) <= BARS else None
     if svg is not None:
-        blocks.append(
-            Figure("step_time", svg, "Median seconds per step by phase. Two runs share the machine side by side.")
-        )
+        caption = "Median seconds per step by phase, mean over seeds. Runs may share the machine side by side."
+        blocks.append(Figure("step_time", svg, caption))
     blocks.append(quantization_table(context))
     bench = context.artifacts.get("bench")
     if bench is not None:
         blocks += [bench_table(bench), recording_table(bench)]
-    if context.seconds:
-        blocks += duration_tables(context.seconds)
+    blocks.append(training_time_table(context))
+    if seconds := own_seconds(context):
+        blocks.append(duration_table(seconds))
     return Section("Time", blocks)
 
 
-def duration_tables(seconds: dict[str, float]) -> list[Table]:
-    """Wall time by rule (runs, median, total), and by training run."""
+def own_seconds(context: Context) -> dict[str, float]:
+    """Seconds of the jobs behind this page: those of its methods and seeds, and those that belong to no method."""
+    methods = {f"{name}/seed{seed}" for name, seeds in context.summary["methods"].items() for seed in seeds}
+    per_method = ("train", "evaluate", "quantize")
+    return {
+        job: value
+        for job, value in context.seconds.items()
+        if job.partition("/")[0] not in per_method
+        or job.partition("/")[2] in methods
+        or job.partition("/")[2] == "start"
+    }
+
+
+def training_time_table(context: Context) -> Table:
+    """Seconds of the steps of each training, which a resumed run counts whole."""
+    rows = []
+    for name, seeds in context.summary["methods"].items():
+        whole = estimate(
+            {
+                str(seed): Value(sum(row["seconds/step"] for row in steps))
+                for (method, seed), steps in context.runs.items()
+                if method == name and all("seconds/step" in row for row in steps)
+            }
+        )
+        step = estimate(trained(context.summary, name, "step_s", "step"))
+        if whole is not None and step is not None:
+            rows.append((label(name), show(step, scale=1, digits=2), show(whole, scale=1, digits=0), str(len(seeds))))
+    return Table(
+        ("training run", "median step, s", "all steps, s", "n"),
+        tuple(rows),
+        "One thread a run; without start-up and diagnostics. Other work on the machine is in these numbers.",
+    )
+
+
+def duration_table(seconds: dict[str, float]) -> Table:
+    """Wall time by rule: runs, median, total."""
     by_rule: dict[str, list[float]] = {}
     for job, value in seconds.items():
         by_rule.setdefault(job.partition("/")[0], []).append(value)
@@ -41,20 +75,11 @@ def duration_tables(seconds: dict[str, float]) -> list[Table]:
         for rule, values in sorted(by_rule.items(), key=lambda item: -sum(item[1]))
     ]
     rows.append(("all", str(len(seconds)), "", f"{sum(seconds.values()):.0f}"))
-    by_method: dict[str, list[float]] = {}
-    for job, value in seconds.items():
-        rule, _, rest = job.partition("/")
-        if rule == "train":
-            by_method.setdefault(rest.rpartition("/")[0] or rest, []).append(value)
-    trained = tuple(
-        (label(name), str(len(values)), f"{statistics.median(values):.0f}", f"{sum(values):.0f}")
-        for name, values in sorted(by_method.items())
+    note = (
+        "Of the jobs behind this page, from the workflow's benchmark files; a job that was resumed counts from its "
+        "last start. Jobs go side by side, so the total is not the duration."
     )
-    note = "From the workflow's benchmark files; jobs go side by side, so the total is not the duration."
-    tables = [Table(("rule", "jobs", "median, s", "total, s"), tuple(rows), note)]
-    if trained:
-        tables.append(Table(("training run", "seeds", "median, s", "total, s"), trained))
-    return tables
+    return Table(("rule", "jobs", "median, s", "total, s"), tuple(rows), note)
 
 
 def quantization_table(context: Context) -> Table:
