@@ -183,6 +183,7 @@ def gap_sources(*, layers: int = 6) -> dict:
         "where": {kind: dict.fromkeys(("bf16", "qat", "trace", "full"), bins) for kind in ("entropy", "position")},
         "codes": dict.fromkeys(("qat", "trace", "trace_all"), codes),
         "factorial": factorial,
+        "layers": [{"layer": n, "alone": part, "without": part} for n in range(layers)],
     }
     return {"policies": {"start": policy, "trace": policy}}
 

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_config, tiny_run
 from transformers import AutoModelForCausalLM
 
-from trace_rl.analysis.forwards import TRACE, TRACE_FULL, Forward, Recorded
+from trace_rl.analysis.forwards import TRACE, TRACE_FULL, Forward, Recorded, SomeLayers
 from trace_rl.analysis.picks import PickCollector
 from trace_rl.config.guidance import FULL, GuidanceSpec
 from trace_rl.config.quant import QuantSpec
@@ -49,6 +49,19 @@ def test_reduced_is_recorded(policy, spec):
     recorded = _recorded(policy, spec).run(Forward("guided", spec), model=model, qat=qat)
     assert torch.equal(reduced.logprobs, recorded.logprobs)
     assert torch.equal(reduced.entropy, recorded.entropy)
+
+
+def test_some_layers_are_those_named(policy):
+    """Also against the sets of layers that have names."""
+    _, model, qat, _ = policy
+    recorded = _recorded(policy, FULL)
+    for named in ("all", "deeper_half", "last_eighth"):
+        spec = GuidanceSpec(bits=4, layers=named)
+        some = SomeLayers(bits=4, chosen=spec.layer_ids(3))
+        ours, theirs = (recorded.run(Forward("guided", s), model=model, qat=qat) for s in (some, spec))
+        assert torch.equal(ours.logprobs, theirs.logprobs)
+    with pytest.raises(AssertionError):
+        SomeLayers(chosen=(3,)).layer_ids(3)
 
 
 def test_clusters_positions_and_scores_follow_the_trajectories(policy):

@@ -67,6 +67,15 @@ def test_where_the_gap_sits_adds_up(result):
             assert sum(row.get("share", 0) for row in rows) == pytest.approx(1)
 
 
+def test_layers_are_measured_alone_and_left_out(result):
+    policy = result["policies"]["start"]
+    assert [row["layer"] for row in policy["layers"]] == [0, 1, 2]
+    for row in policy["layers"]:
+        assert set(row["alone"]) == set(row["without"]) == {"mean", "stderr"}
+        assert row["alone"]["mean"] <= policy["sources"]["qat"]["gap_mean"]
+        assert row["without"]["mean"] >= -policy["sources"]["full"]["gap_mean"]
+
+
 def test_codes_are_told_by_layer_and_tensor(result):
     codes = result["policies"]["start"]["codes"]
     assert {(row["layer"], row["tensor"]) for row in codes["trace"]} == {

@@ -30,6 +30,17 @@ NO_GATE = 1e-6
 RECORDED_SCALE = FULL.model_copy(update={"gate": NO_GATE})
 
 
+class SomeLayers(GuidanceSpec):
+    """Guidance of any set of layers, which no method asks for: it shows what a layer is worth."""
+
+    chosen: tuple[int, ...]
+    """The guided layers, in place of ``layers``."""
+
+    def layer_ids(self, num_layers: int) -> tuple[int, ...]:
+        assert all(0 <= layer < num_layers for layer in self.chosen), (self.chosen, num_layers)
+        return self.chosen
+
+
 @dataclass(frozen=True)
 class Forward:
     """One way for the trainer to compute the log-probs of recorded tokens."""

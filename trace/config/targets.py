@@ -6,7 +6,7 @@
     stability            the grid of `stability`, over its own seeds
 
 A grid (`staleness`, `stability`) becomes names of variants, and a change that the experiment makes anyway is left out
-of the name: ``trace`` at staleness 0 is the run that every other table shows, not a second one.
+of the name: with ``staleness_steps: null`` ``trace`` at staleness 0 is the run that every other table shows.
 
 Methods are loaded and checked when their target is asked for, before any job: a folder of methods of one's own need not
 hold every method of the paper.

@@ -8,6 +8,8 @@ and, where it has been trained, for the `trace` policy of this seed. Then only t
   its own tokens as a prefill (what it differs from itself by batching), and the BF16 engine scoring the FP4 tokens.
 - *factorial*: guidance at bits x layers x scale bits x tensors.
 - *decomposition*: `trace_rl.analysis.sources`. *where*: by token entropy and by position. *codes*: by layer and tensor.
+- *layers*: whole codes followed in one layer alone, and in all but one. Layers do not add up: a code that flips early
+  moves every value behind it.
 
 Nothing is trained: both engines run the policy the trainer runs (staleness 0); `trace_rl.stages.ratio` has the rest.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trace_rl import tracking
+from trace_rl.analysis.clusters import clustered_mean
 from trace_rl.analysis.forwards import (
     BF16_FORWARD,
     FOLLOW_SCALE,
@@ -34,6 +37,7 @@ from trace_rl.analysis.forwards import (
     TRACE_FULL,
     Forward,
     Recorded,
+    SomeLayers,
     Tokens,
 )
 from trace_rl.analysis.picks import PickCollector, describe_counts
@@ -208,10 +212,29 @@ def measure(
             width=settings.position_width,
         ),
         "codes": codes,
+        "layers": [
+            layer_row(layer, gaps=gaps, fp4=fp4, model=model, qat=qat)
+            for layer in range(qat.dims.num_layers if quant.recordable() else 0)
+        ],
         "factorial": [
             factorial_row(spec, tensors, fp4=fp4, model=model, qat=qat)
             for spec, tensors in (every_guidance(quant) if settings.factorial else ())
         ],
+    }
+
+
+def layer_row(layer: int, *, gaps: dict[str, Tensor], fp4: Recorded, model: Any, qat: Any) -> dict[str, Any]:
+    """What following whole codes in one layer alone takes off QAT's gap, and what leaving out that one adds to none."""
+    others = tuple(other for other in range(qat.dims.num_layers) if other != layer)
+    found = {}
+    for name, chosen in (("alone", (layer,)), ("without", others)):
+        forward = Forward("guided", SomeLayers(bits=4, chosen=chosen))
+        train = fp4.run(forward, model=model, qat=qat).logprobs
+        found[name] = (train - fp4.rollout_logprobs).abs()
+    return {
+        "layer": layer,
+        "alone": clustered_mean(gaps["qat"] - found["alone"], fp4.clusters),
+        "without": clustered_mean(found["without"] - gaps["full"], fp4.clusters),
     }
 
 

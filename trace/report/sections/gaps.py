@@ -75,6 +75,7 @@ def gap_sources(context: Context) -> Section | None:
             decomposition_table(found, words),
             sources_table(found, words),
             *where_tables(found, words),
+            *layer_tables(found, words),
             *bracket_tables(found, words),
         ]
         figure = guidance_map(found, policy=policy, words=words)
@@ -198,6 +199,32 @@ def where_tables(found: Policies, words: str) -> list[Table]:
             )
         )
     return tables
+
+
+def layer_tables(found: Policies, words: str) -> list[Table]:
+    """What following whole codes in one layer takes off the gap, and what leaving out one leaves."""
+    layers = sorted({row["layer"] for policy in found.values() for row in policy.get("layers", [])})
+    rows = []
+    for layer in layers:
+
+        def cell(key: str, layer: int = layer) -> str:
+            def pick(policy: dict[str, Any]) -> Picked:
+                for row in policy.get("layers", []):
+                    if row["layer"] == layer:
+                        return row[key]["mean"], row[key]["stderr"]
+                return None
+
+            return show(gather(found, pick), scale=1, digits=5)
+
+        rows.append((str(layer), cell("alone"), cell("without")))
+    if not rows:
+        return []
+    header = ("layer", "taken off QAT's gap by following it alone", "left when it alone is not followed")
+    caption = (
+        f"Mean |Δ log p|, whole codes of FC1 input, K and V, {words}; {seeds_note(found)}. Layers do not add up: a "
+        "code that flips in one moves every value behind it."
+    )
+    return [Table(header, tuple(rows), caption)]
 
 
 def bracket_tables(found: Policies, words: str) -> list[Table]:
