@@ -35,8 +35,8 @@ def test_a_bare_number_neither_agrees_nor_disagrees():
     assert verdict(Estimate(-0.5, 0.0, 1, "none"), expected=1) == "opposite direction, error unknown"
     assert verdict(Estimate(0.0, 0.0, 1, "none"), expected=1) == "not resolved"
     assert not Estimate(0.5, 0.0, 1, "none").resolved
-    assert "4.3" in resolution_rule(3) and "One seed" not in resolution_rule(3)
-    assert "one seed" in resolution_rule(1)
+    assert "beyond 4.3 standard errors" in resolution_rule(3) and "n = 3" in resolution_rule(3)
+    assert "two standard errors of the evaluation" in resolution_rule(1)
 
 
 def test_three_seeds_need_more_than_two_standard_errors():

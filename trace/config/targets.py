@@ -13,7 +13,7 @@ hold every method of the paper.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trace_rl.config.base import digest_of
@@ -101,6 +101,12 @@ def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path("
         with_overrides(config, base)
     _check_distinct(config, methods, target=target)
     return methods
+
+
+def gated_formats(config: ExperimentConfig, methods: Iterable[RlMethod | PtqMethod]) -> tuple[str, ...]:
+    """Slugs of the formats whose audit and parity come before the trainings of ``methods``; UserError if unsuited."""
+    trained = [method for method in methods if isinstance(method, RlMethod)]
+    return tuple(dict.fromkeys(method.formats(config.format).slug for method in trained))
 
 
 def variant(name: str, changes: Mapping[str, Change]) -> str:

@@ -224,7 +224,7 @@ def measure(
 
 
 def layer_row(layer: int, *, gaps: dict[str, Tensor], fp4: Recorded, model: Any, qat: Any) -> dict[str, Any]:
-    """What following whole codes in one layer alone takes off QAT's gap, and what leaving out that one adds to none."""
+    """What following whole codes in one layer alone takes off QAT's gap; what following all others leaves over all."""
     others = tuple(other for other in range(qat.dims.num_layers) if other != layer)
     found = {}
     for name, chosen in (("alone", (layer,)), ("without", others)):

@@ -1,14 +1,13 @@
 """Stage ``report``: the page that shows the core suite beside the paper."""
 
 import csv
-from collections.abc import Mapping
 from pathlib import Path
 
 from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.targets import core_seeds
+from trace_rl.config.targets import core_seeds, gated_formats
 from trace_rl.report.collect import read
 from trace_rl.report.context import Context
 from trace_rl.report.document import write
@@ -27,8 +26,8 @@ def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMetho
             runs=step_metrics(paths, methods=methods, seeds=core_seeds(config)),
             artifacts={
                 "calibration": read(paths.calibration_metrics),
-                "audit": {slug: read(paths.audit(slug)) for slug in gated_formats(config, methods)},
-                "parity": {slug: read(paths.parity(slug)) for slug in gated_formats(config, methods)},
+                "audit": {slug: read(paths.audit(slug)) for slug in gated_formats(config, methods.values())},
+                "parity": {slug: read(paths.parity(slug)) for slug in gated_formats(config, methods.values())},
                 "bench": read(paths.bench_rollout),
             },
             seconds=rule_seconds(paths.base / "benchmarks"),
@@ -38,12 +37,6 @@ def run(config: ExperimentConfig, paths: RunPaths, *, methods: dict[str, RlMetho
             if path.is_file():  # folders are the pages of targets, which log themselves
                 tracker.log_artifact(path, "report")
     print(f"report: {paths.report / 'index.html'}")
-
-
-def gated_formats(config: ExperimentConfig, methods: Mapping[str, RlMethod | PtqMethod]) -> list[str]:
-    """Formats whose audit and parity come before the trainings of ``methods``, by slug."""
-    trained = [method for method in methods.values() if isinstance(method, RlMethod)]
-    return list(dict.fromkeys(method.formats(config.format).slug for method in trained))
 
 
 def step_metrics(paths: RunPaths, *, methods: dict[str, RlMethod | PtqMethod], seeds: tuple[int, ...]) -> Runs:

@@ -60,6 +60,8 @@ def _acquire(path: Path, *, job: str) -> int:
             if error.errno in _UNSUPPORTED:
                 print(f"warning: {path}: no locks on this file system; start no job twice", file=sys.stderr)
                 return os.open(os.devnull, os.O_RDONLY)
+            if not isinstance(error, BlockingIOError | PermissionError):  # EAGAIN or EACCES: another process has it
+                raise
             raise UserError(
                 f"{path}: process {holder} runs {job} and writes the same artifacts; wait for it or stop it first"
             ) from error

@@ -8,13 +8,13 @@ from trace_rl import tracking
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.targets import ANALYSES, evaluated_names
+from trace_rl.config.targets import ANALYSES, evaluated_names, gated_formats
 from trace_rl.models.checkpoint_io import write_json
 from trace_rl.report.collect import collect, read
 from trace_rl.report.context import Analysis, Context
 from trace_rl.report.document import write
 from trace_rl.report.target_page import build_target
-from trace_rl.stages.report import gated_formats, rule_seconds, step_metrics
+from trace_rl.stages.report import rule_seconds, step_metrics
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
             config=config,
             methods=methods,
             runs=step_metrics(paths, methods=methods, seeds=seeds),
-            artifacts=artifacts(paths, formats=gated_formats(config, methods)),
+            artifacts=artifacts(paths, formats=gated_formats(config, methods.values())),
             seconds=rule_seconds(paths.base / "benchmarks"),
             analysis=analysis(paths, target=target, seeds=seeds),
         )

@@ -89,9 +89,7 @@ def method_settings(wildcards):
 
 def gates(methods):
     """Audit and parity in the formats of those methods that are trained."""
-    trained = [method for method in methods if isinstance(method, RlMethod)]
-    slugs = dict.fromkeys(stated(method.formats, EXPERIMENT.format).slug for method in trained)
-    return expand([AUDIT, PARITY], format=slugs)
+    return expand([AUDIT, PARITY], format=stated(targets.gated_formats, EXPERIMENT, methods))
 
 
 def base_policy(wildcards):
