@@ -1,8 +1,20 @@
-"""Made-up runs for the tests of the report: summaries, step metrics, gates and analysis artifacts."""
+"""Made-up runs for the tests of the report: summaries, step metrics, gates, analysis artifacts, and pages of them."""
 
+import dataclasses
 import math
 import random
+from pathlib import Path
 
+from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.load import load_method
+from trace_rl.config.targets import evaluated_names
+from trace_rl.report.context import Context
+from trace_rl.report.document import Figure
+from trace_rl.report.labels import base
+from trace_rl.report.target_page import build_target
+
+METHODS = Path(__file__).resolve().parents[1] / "config/methods"
+SEEDS = (0, 1, 2)
 TASKS = ("mini_math", "mini_code")
 TENSORS = ("fc1", "k", "v")
 
@@ -33,6 +45,9 @@ def diagnostics(*, gap: float, layers: int = 2) -> dict:
         "diag/rtn/mismatch": 0.2,
         "diag/rtn/higher": 0.03,
         "diag/rtn/higher/deeper_half": 0.045,
+        "diag/rtn/lower": 0.03,
+        "diag/rtn/lower/deeper_half": 0.03,
+        "diag/own/router_disagreement": gap,
         "diag/off/router_disagreement": 0.02,
     }
 
@@ -171,6 +186,7 @@ def gap_sources(*, layers: int = 6) -> dict:
     factorial = [
         gap
         | {"bits": bits, "layers": chosen, "scale_bits": scale_bits, "tensors": tensors}
+        | {"bytes_per_token": 24 * bits, "mismatch": {"fc1": 0.04, "all": 0.05}}
         | ({"scale_recovery_failures": 3, "scale_blocks": 1000} if scale_bits == 2 else {})
         for bits in (1, 2, 3, 4)
         for chosen in ("all", "deeper_half", "first_half", "last_quarter", "last_eighth")
@@ -207,6 +223,7 @@ def ratio() -> dict:
         rows = [
             {"updates": updates, "truth": weight, "estimates": estimates}
             | ({"differences": dict.fromkeys(names, cell | {"correlation": None})} if updates else {})
+            | ({"staleness": dict.fromkeys(names, {"mean": 0.0011 * updates, "mean_stderr": 1e-4})} if updates else {})
             for updates in (0, 1, 3)
         ]
         return {"floor": weight, "shuffled": weight, "rows": rows}
@@ -216,3 +233,49 @@ def ratio() -> dict:
         "bf16": part(("bf16",)),
         "gap_by_updates": {name: {"0": 0.01, "1": 0.02, "3": 0.03} for name in ("bf16_both", *forwards)},
     }
+
+
+def a_method(name: str, *, level: float, layers: int = 8) -> dict:
+    scores = [level + shift for shift in (0.0, 0.013, -0.011)]
+    size = 0.0 if base(name) in ("bf16", "fp4_naive", "qat") else 144.0
+    return over_seeds(
+        fp4=scores,
+        bf16=[score + 0.02 for score in scores],
+        trained=not name.startswith("ptq_"),
+        gap=0.01,
+        guidance_bytes=size,
+        layers=layers,
+    )
+
+
+def a_context(config: ExperimentConfig, names: tuple[str, ...], *, num_steps: int = 270, **settings) -> Context:
+    methods = {name: a_method(name, level=0.5 + 0.002 * index) for index, name in enumerate(names)}
+    for name in set(names) - set(evaluated_names(config, "paper")):
+        methods[name] = {seed: found | {"accuracy": {}} for seed, found in methods[name].items()}
+    return Context(
+        summary=summary_of(methods),
+        config=config,
+        methods={},
+        runs={
+            (name, seed): steps_of(seed=seed + 10 * index, num=num_steps)
+            for index, name in enumerate(names)
+            if not name.startswith("ptq_")
+            for seed in SEEDS
+        },
+        artifacts=artifacts(),
+        seconds={f"train/{name}/seed{seed}": 300.0 + seed for name in names for seed in SEEDS},
+        **settings,
+    )
+
+
+def with_methods(context: Context) -> Context:
+    """The context with the files of its methods."""
+    found = {name: load_method(METHODS / f"{name}.yaml") for name in context.summary["methods"]}
+    return dataclasses.replace(context, methods=found)
+
+
+def section_text(context: Context, target: str, title: str) -> str:
+    """What a section says, without its figures."""
+    document = build_target(context, target=target)
+    found = next(section for section in document.sections if section.title.startswith(title))
+    return "\n".join(str(block) for block in found.blocks if not isinstance(block, Figure))

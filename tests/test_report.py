@@ -42,12 +42,13 @@ def test_claims_follow_the_numbers(summary, paper):
     assert found["Plain FP4 QAT loses accuracy against BF16 RL"] == "same direction"
     assert found["TRACE beats plain QAT"] == "same direction"
     assert found["Compact guidance is a sixth of full guidance (bytes per token)"] == "same direction"
-    assert found["Mismatching codewords lie one step apart (plain QAT)"] == "same direction"
     for statement in (
+        "Mismatching codewords lie one step apart (plain QAT)",
         "Corrections to a lower codeword are concentrated in the deeper layers (TRACE)",
-        "A step of TRACE takes longer than one of naive FP4 (here FP4 is emulated on CPU)",
     ):
         assert found[statement] == "same direction, error unknown"  # one seed
+    step = found["A step of TRACE takes longer than one of naive FP4 (here FP4 is emulated on CPU)"]
+    assert step == "not tested: timed beside other jobs"
     summary["methods"]["trace"]["0"]["accuracy"] = record(fp4=0.3, bf16=0.3)["accuracy"]
     turned = verdicts(summary, paper)
     assert turned["TRACE beats plain QAT"] == "opposite direction"

@@ -5,66 +5,43 @@ import itertools
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from report_runs import artifacts, gap_sources, over_seeds, ratio, record, score, steps_of, summary_of
+from report_runs import (
+    METHODS,
+    SEEDS,
+    a_context,
+    artifacts,
+    gap_sources,
+    over_seeds,
+    ratio,
+    record,
+    score,
+    section_text,
+    steps_of,
+    summary_of,
+    with_methods,
+)
 
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.load import load_method, parse_experiment
 from trace_rl.config.paths import RunPaths
-from trace_rl.config.targets import TARGETS, evaluated_names, target_methods, target_names
+from trace_rl.config.targets import TARGETS, target_methods, target_names
 from trace_rl.errors import UserError
 from trace_rl.report.claim import Claim, accuracy_difference
 from trace_rl.report.context import Context
-from trace_rl.report.document import Figure, Table, write
+from trace_rl.report.document import Table, write
 from trace_rl.report.labels import base, label, without
 from trace_rl.report.sections.accuracy import accuracy_table
 from trace_rl.report.sections.losses import loss_activity
 from trace_rl.report.sections.ratios import ratio_blocks
-from trace_rl.report.sections.staleness import comparisons
 from trace_rl.report.sections.tables import against_base
 from trace_rl.report.sections.time import own_seconds
 from trace_rl.report.target_page import build_target
 from trace_rl.stages import tables
 
-METHODS = Path(__file__).resolve().parents[1] / "config/methods"
-SEEDS = (0, 1, 2)
 PAGE_LIMIT = 2_000_000
 """Bytes of a page with everything its Markdown needs."""
-
-
-def a_method(name: str, *, level: float, layers: int = 8) -> dict:
-    scores = [level + shift for shift in (0.0, 0.013, -0.011)]
-    size = 0.0 if base(name) in ("bf16", "fp4_naive", "qat") else 144.0
-    return over_seeds(
-        fp4=scores,
-        bf16=[score + 0.02 for score in scores],
-        trained=not name.startswith("ptq_"),
-        gap=0.01,
-        guidance_bytes=size,
-        layers=layers,
-    )
-
-
-def a_context(config: ExperimentConfig, names: tuple[str, ...], *, num_steps: int = 270, **settings) -> Context:
-    methods = {name: a_method(name, level=0.5 + 0.002 * index) for index, name in enumerate(names)}
-    for name in set(names) - set(evaluated_names(config, "paper")):
-        methods[name] = {seed: found | {"accuracy": {}} for seed, found in methods[name].items()}
-    return Context(
-        summary=summary_of(methods),
-        config=config,
-        methods={},
-        runs={
-            (name, seed): steps_of(seed=seed + 10 * index, num=num_steps)
-            for index, name in enumerate(names)
-            if not name.startswith("ptq_")
-            for seed in SEEDS
-        },
-        artifacts=artifacts(),
-        seconds={f"train/{name}/seed{seed}": 300.0 + seed for name in names for seed in SEEDS},
-        **settings,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -171,19 +148,6 @@ def test_an_unknown_target_is_refused(config):
         build_target(a_context(config, ("bf16",), num_steps=3), target="table3")
 
 
-def with_methods(context: Context) -> Context:
-    """The context with the files of its methods."""
-    found = {name: load_method(METHODS / f"{name}.yaml") for name in context.summary["methods"]}
-    return dataclasses.replace(context, methods=found)
-
-
-def section_text(context: Context, target: str, title: str) -> str:
-    """What a section says, without its figures."""
-    document = build_target(context, target=target)
-    found = next(section for section in document.sections if section.title.startswith(title))
-    return "\n".join(str(block) for block in found.blocks if not isinstance(block, Figure))
-
-
 def test_a_section_opens_with_the_disagreement_and_its_evidence(config):
     context = a_context(config, ("bf16", "qat", "trace"), num_steps=12)
     context.summary["methods"]["trace"] = over_seeds(fp4=[0.30, 0.31, 0.29], bf16=[0.3] * 3)
@@ -234,32 +198,6 @@ def test_a_cell_the_paper_does_not_report_is_not_guessed(config):
     }
 
 
-def test_staleness_says_what_came_out_whichever_way(config):
-    names = target_names(config, "staleness")
-    context = a_context(config, names, num_steps=12)
-    for name in names:
-        if base(name) == "trace" and "staleness=3" in name:
-            context.summary["methods"][name] = over_seeds(fp4=[0.30, 0.31, 0.32], bf16=[0.3] * 3)
-            for seed in SEEDS:
-                context.runs[name, seed] = steps_of(seed=seed, num=12, level=0.1)
-    text = section_text(context, "staleness", "Staleness")
-    worse = next(line for line in text.splitlines() if line.startswith("TRACE is worse than QAT"))
-    assert "staleness 3" in worse and "staleness 0" not in worse
-    assert "above trace at staleness 3" in text
-
-
-def test_one_seed_decides_nothing_about_rewards(config):
-    names = target_names(config, "staleness")
-    context = a_context(config, names, num_steps=12)
-    for name in names:
-        context.summary["methods"][name] = {"0": record(fp4=0.5, bf16=0.5)}
-        for seed in SEEDS[1:]:
-            del context.runs[name, seed]
-    text = section_text(context, "staleness", "Staleness")
-    assert "TRACE is worse" not in text and "TRACE is better" not in text
-    assert "are not told apart" in text
-
-
 def test_a_table_names_fp4_executions_that_differ(config):
     names = ("bf16", "trace", "quads", "resq", "ptq_4over6", "qat@format=mxfp4_w4a8")
     methods = {name: load_method(METHODS / f"{name}.yaml") for name in names}
@@ -296,13 +234,6 @@ def test_one_seed_resolves_no_gap(config):
     )
     (row,) = against_base(context, names).rows
     assert (row[2], row[4]) == ("yes", "error unknown")
-
-
-def test_the_staleness_page_counts_its_comparisons(config):
-    names = target_names(config, "staleness")
-    text = section_text(a_context(config, names), "staleness", "Staleness")
-    resolved, compared, chance = map(int, re.search(r"(\d+) of the (\d+) comp.*? about (\d+) would", text).groups())
-    assert resolved <= compared and chance == round(compared / 20) > 0
 
 
 def test_the_stability_map_says_with_which_length_it_was_evaluated():
@@ -366,14 +297,6 @@ def test_reward_parity_is_decided_by_the_pairs_of_seeds(config):
     assert "step" in claim_of([0.7, 0.7, 0.7]).here
 
 
-def test_corrections_of_both_directions_stand_beside_each_other(config):
-    context = a_context(config, ("qat", "trace"), num_steps=12)
-    for record_ in context.summary["methods"]["trace"].values():
-        record_["diagnostics"] |= {"diag/rtn/lower": 0.03, "diag/rtn/lower/deeper_half": 0.03}
-    claim = next(claim for claim in context.about("mismatch") if "lower codeword" in claim.statement)
-    assert claim.here == "75.0 % of them in the deeper half; of corrections to a higher codeword 50.0 %"
-
-
 def test_a_method_whose_mechanism_never_acts_is_named(config):
     context = with_methods(a_context(config, ("qat", "qarl", "triage"), num_steps=12))
     for (name, _), rows in context.runs.items():
@@ -404,20 +327,6 @@ def test_time_counts_the_jobs_of_the_page(config):
     assert own_seconds(dataclasses.replace(context, seconds=jobs)) == {
         job: value for job, value in jobs.items() if "trace" not in job
     }
-
-
-def test_old_policies_are_compared_with_their_like(config):
-    sampling = ("qat@ratio.old_policy=sampling", "trace@ratio.old_policy=sampling")
-    names = ("bf16", "qat", "trace", "trace_anchored", *sampling)
-    stale = tuple(f"{name}{'+' if '@' in name else '@'}training.staleness=3" for name in names)
-    context = with_methods(a_context(config, stale, num_steps=12))
-    grid = {(3e-4, 3): {label(name): full for name, full in zip(names, stale, strict=True)}}
-    compared = comparisons(context, grid)
-    pairs = [(method, reference) for _, method, reference, measure, _ in compared if measure == "reward area"]
-    assert len(pairs) == len(set(pairs)) == 5 + 4 + 2 + 1
-    assert ("trace_anchored", "qat, old policy sampling") in pairs
-    assert ("trace_anchored", "trace, old policy sampling") in pairs
-    assert ("bf16", "qat, old policy sampling") not in pairs
 
 
 def test_the_stage_reads_a_run_and_writes_its_page(tmp_path):

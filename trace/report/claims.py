@@ -1,8 +1,9 @@
 """The paper's claims, each beside what this run measured, with a verdict that knows its own error bar.
 
 A verdict is ``same direction``, ``weaker`` (the paper's direction, short of its number), ``opposite direction``, ``not
-resolved``, or ``not tested`` when the paper or this run has no number; `trace_rl.report.estimate` states the rule. A
-claim whose methods were not run is left out, never guessed.
+resolved``, or ``not tested`` when the paper or this run has no number, or none that compares (seconds of trainings
+that had different neighbours); `trace_rl.report.estimate` states the rule. A claim whose methods were not run is left
+out, never guessed.
 """
 
 from typing import Any

@@ -25,6 +25,7 @@ TRAIN_KEYS = (
     "codeword_mismatch",
     "adjacent_share",
     "guidance_bytes_per_token",
+    "guidance_scales_uncertain",
     "step_s",
     "quantize_s",
     "tokens_per_s",
@@ -37,7 +38,7 @@ TRAIN_KEYS = (
     "nonfinite_gradients",
     "collapsed",
     "diagnostics",
-    "environment",
+    "made_by",
 )
 
 

@@ -13,6 +13,8 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
+    folded: str = ""
+    """What a reader opens to see the table; empty: the table is open."""
 
 
 @dataclass(frozen=True)

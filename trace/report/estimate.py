@@ -9,8 +9,9 @@ The rule of every verdict in the report:
   the spread of three numbers is itself badly known). Seeds that agree exactly fall back on the evaluation's own error,
   which they share: their problems are the same, so it does not shrink with their number.
 - With one seed an accuracy carries the evaluation's own (binomial) error, named as such, and a difference is resolved
-  beyond two of them. Gaps, codewords, rewards and seconds of one seed have no known error: their direction is shown as
-  such and neither agrees nor disagrees with the paper.
+  beyond two of them. Gaps, codewords and rewards of one seed have no known error: their direction is shown as such and
+  neither agrees nor disagrees with the paper.
+- Seconds of trainings get no verdict: they shared the machine with different neighbours.
 - "On par" is the same direction only when a loss of more than five points is excluded by the whole error bar.
 
 The standard error of seeds holds the start policy and the evaluation problems fixed: it says how RL scatters, not how
@@ -34,10 +35,15 @@ _T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 
 SAME, WEAKER, OPPOSITE, OPEN = "same direction", "weaker", "opposite direction", "not resolved"
 UNTESTED = "not tested"
 """Verdicts; ``weaker`` is the paper's direction short of its number, ``not tested`` has no number on one side."""
+UNTIMED = "not tested: timed beside other jobs"
+"""Seconds of trainings that shared the machine with different neighbours: their differences are not the methods'."""
 SAME_BARE, OPPOSITE_BARE = "same direction, error unknown", "opposite direction, error unknown"
-"""One seed's difference of numbers that have no error of their own."""
+WEAKER_BARE = "weaker, error unknown"
+"""One seed's numbers that have no error of their own."""
 COMPUTED = "agrees, computed"
 """A figure that follows from a formula: agreement is no measurement."""
+UNMEASURED = (UNTESTED, UNTIMED, COMPUTED)
+"""Verdicts that are counted neither as agreement nor as disagreement."""
 
 Source = Literal["seeds", "evaluation", "none"]
 
@@ -105,6 +111,12 @@ def difference(first: dict[str, Value], second: dict[str, Value]) -> Estimate | 
     return estimate(dict(sorted(paired.items())))
 
 
+def quotient(first: dict[str, Value], second: dict[str, Value]) -> dict[str, Value]:
+    """``first / second`` of training numbers, for every seed that has both; their own errors are not carried."""
+    common = sorted(first.keys() & second.keys())
+    return {seed: Value(first[seed].mean / second[seed].mean) for seed in common if second[seed].mean}
+
+
 def accuracies(summary: dict[str, Any], name: str, execution: str, *, task: str | None = None) -> dict[str, Value]:
     """Accuracy of each seed, on one task or as the mean over tasks; empty when the method was not
     evaluated."""
@@ -167,6 +179,11 @@ def show(found: Estimate | None, *, scale: float = 100.0, digits: int = 1, signe
         return "–"
     mean = f"{scale * found.mean:{'+' if signed else ''}.{digits}f}"
     return mean if found.source == "none" else f"{mean} ± {scale * found.stderr:.{digits}f}"
+
+
+def show_n(found: Estimate | None) -> str:
+    """Number of seeds behind an estimate."""
+    return "–" if found is None else str(found.n)
 
 
 def error_note(num_seeds: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
 from trace_rl.report.estimate import Estimate, show
-from trace_rl.report.sections.factorial import guidance_map, scale_table
+from trace_rl.report.sections.factorial import guidance_map, scale_table, whole_table
 from trace_rl.report.sections.gather import Picked, Policies, gather, seeds_note
 
 PARTS = {
@@ -66,10 +66,12 @@ def gap_sources(context: Context) -> Section | None:
         "The paper has no such analysis; this is a measurement of this project. Each source is switched off on the "
         "same rollouts, so the parts are paired."
     ]
+    by_policy = {}
     for policy, words in POLICIES.items():
         found = {seed: a["policies"][policy] for seed, a in artifacts.items() if policy in a["policies"]}
         if not found:
             continue
+        by_policy[words] = found
         blocks += [
             reading(found, words),
             decomposition_table(found, words),
@@ -82,6 +84,8 @@ def gap_sources(context: Context) -> Section | None:
         blocks += [figure] if figure is not None else []
         recovery = scale_table(found, words)
         blocks += [recovery] if recovery is not None else []
+    whole = whole_table(by_policy)
+    blocks += [whole] if whole is not None else []
     return Section("Where the gap comes from", blocks)
 
 

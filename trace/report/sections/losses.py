@@ -47,8 +47,9 @@ def loss_activity(context: Context, names: Sequence[str]) -> list[str | Table]:
         )
     header = ("method", *(title for title, _ in COLUMNS), "n")
     caption = (
-        "Shares of response tokens, means over steps. With one update per rollout and nothing stale the clipped ratio "
-        "is 1, so neither clipping nor a trust band can act. Centering: sum of the coefficients' magnitudes."
+        "Shares of response tokens, means over steps; ± over seeds, none with one. With one update per rollout the "
+        "clipped ratio is 1 where nothing is stale or the old policy is the current one, so neither clipping nor a "
+        "trust band can act there. Centering: sum of the coefficients' magnitudes."
     )
     return [*blocks, Table(header, tuple(rows), caption)]
 

@@ -14,8 +14,9 @@ from trace_rl.report.sections.opening import opening
 EXPLANATION = (
     "Gap is |log pi_train - log pi_rollout| on the sampled tokens of every step. Codewords are compared on diagnostic "
     "batches with whole codes of all layers recorded: once with the trainer rounding to nearest, once as the method "
-    "rounds. Router disagreement is the share of tokens and layers whose own choice of experts differs from the "
-    "rollout's."
+    "rounds. Router disagreement is the share of tokens and MoE layers at which the router, before replay overrides "
+    "it, chooses other experts than the rollout did: in the method's own forward, and in a BF16 one. Either forward "
+    "replays the rollout's routing in the layers before, unless the method trains without replay."
 )
 COLUMNS = (
     ("mismatch, nearest (%)", "diag/rtn/mismatch"),
@@ -24,7 +25,8 @@ COLUMNS = (
     ("deeper half, method (%)", "diag/own/mismatch/deeper_half"),
     ("one codeword apart (%)", "diag/rtn/adjacent"),
     ("bracket misses, deeper half (%)", "diag/own/bracket_miss/deeper_half"),
-    ("router disagreement (%)", "diag/off/router_disagreement"),
+    ("router disagreement, method (%)", "diag/own/router_disagreement"),
+    ("router disagreement, BF16 forward (%)", "diag/off/router_disagreement"),
 )
 FIGURES = (
     ("mismatch_layers", "own", "mismatch", "mismatch (%)", "Codeword mismatch by layer, as each method rounds."),
@@ -116,9 +118,18 @@ def apart_table(context: Context, names: Sequence[str]) -> Table:
                 for metric in ("mismatch", "adjacent", "lower", "higher")
             ]
             if cells[0] is not None:
-                rows.append((label(name), words, *(show(cell, digits=2) for cell in cells)))
-    header = ("method", "tensor", "mismatch (%)", "one codeword apart (%)", "trainer lower (%)", "trainer higher (%)")
-    return Table(header, tuple(rows), "Trainer rounding to nearest; lower and higher are shares of all values.")
+                rows.append((label(name), words, *(show(cell, digits=2) for cell in cells), str(cells[0].n)))
+    header = (
+        "method",
+        "tensor",
+        "mismatch (%)",
+        "one codeword apart (%)",
+        "trainer lower (%)",
+        "trainer higher (%)",
+        "n",
+    )
+    caption = "Trainer rounding to nearest; lower and higher are shares of all values; ± over seeds, none with one."
+    return Table(header, tuple(rows), caption)
 
 
 def layer_figures(context: Context, names: Sequence[str]) -> list[str | Table | Figure]:

@@ -20,8 +20,8 @@ CHOICES = (
     ("Guidance of W4A8", "K and V only: FP8 activations have no FP4 codeword to follow"),
     (
         "Which pi_old under staleness",
-        "the trainer's before the batch's first update, so that the truncated weight carries the staleness; "
-        "ratio.old_policy: sampling takes the version that sampled",
+        "that of the version that sampled the batch, so that the clipped ratio carries the staleness; "
+        "ratio.old_policy: current takes the trainer's before the batch's first update",
     ),
     (
         "FP4 execution at evaluation",
@@ -71,9 +71,9 @@ def gates_section(context: Context) -> Section | None:
 
 
 def trained_at(summary: dict[str, Any]) -> str:
-    """Commits of the trainings; a page may show runs that an older state of the code made."""
+    """Commits of the trainings; a page may show runs that an older state of the code made, or began."""
     found: dict[str, int] = {}
-    for made in environments(summary):
+    for made in makers(summary):
         commit = made["commit"]
         words = f"{commit['id']}{' with uncommitted changes' if commit['dirty'] else ''}" if commit["id"] else "unknown"
         found[words] = found.get(words, 0) + 1
@@ -83,17 +83,17 @@ def trained_at(summary: dict[str, Any]) -> str:
 def trained_on(summary: dict[str, Any]) -> str:
     """Machines of the trainings."""
     found: dict[str, int] = {}
-    for made in environments(summary):
+    for made in makers(summary):
         machine = made["machine"]
         words = ", ".join([f"{machine['cpu']}, {machine['cores']} cores", *machine["accelerators"]])
         found[words] = found.get(words, 0) + 1
     return counted(found)
 
 
-def environments(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Commit and machine of every training that left them."""
+def makers(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Commit and machine of every process that trained; a resumed training has several."""
     records = (record for seeds in summary["methods"].values() for record in seeds.values())
-    return [record["environment"] for record in records if record.get("environment")]
+    return [made for record in records for made in record.get("made_by") or ()]
 
 
 def counted(found: dict[str, int]) -> str:

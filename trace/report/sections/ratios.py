@@ -17,13 +17,20 @@ def ratio_blocks(context: Context) -> list[str | Table | Figure]:
         return []
     blocks: list[str | Table | Figure] = [ratio_reading(found)]
     for kind, words in (
-        ("estimates", "Trainer's new log-prob minus the rollout's old one, as the truncated weight has it"),
-        ("differences", "Trainer's new log-prob minus the trainer's old one, both rounding alike"),
+        (
+            "estimates",
+            "Trainer's new log-prob minus the rollout's old one, as the truncated weight of old policy current has it",
+        ),
+        (
+            "differences",
+            "Trainer's new log-prob minus the trainer's old one, both rounding alike, as the clipped ratio of old "
+            "policy sampling has it",
+        ),
     ):
         blocks.append(ratio_table(found, kind=kind, words=words))
     figure = tracking_figure(found)
     blocks += [figure] if figure is not None else []
-    blocks += [truth_table(found), gap_table(found)]
+    blocks += [truth_table(found), gap_table(found), *staleness_part(found)]
     return blocks
 
 
@@ -69,8 +76,8 @@ def ratio_reading(found: dict[int, dict[str, Any]]) -> str:
     if not texts:
         return "No correlation of the trainer's log-ratio with the engine's own could be computed."
     return (
-        f"Correlation of the trainer's log-ratio with the engine's own after {update} "
-        f"update{'s' if update > 1 else ''}: {', '.join(texts)}."
+        "Correlation of the trainer's log-ratio (its new log-prob minus the rollout's old one) with the engine's own "
+        f"after {update} update{'s' if update > 1 else ''}: {', '.join(texts)}."
     ) + (without_flips if slopes else "")
 
 
@@ -183,3 +190,26 @@ def gap_table(found: dict[int, dict[str, Any]]) -> Table:
     )
     header = ("trainer", *(f"{number} updates" for number in updates))
     return Table(header, rows, f"Gap to a rollout of an older policy; {seeds_note(found)}.")
+
+
+def staleness_part(found: dict[int, dict[str, Any]]) -> list[Table]:
+    """What staleness adds to the gap, by forward and number of updates: the source that fresh trajectories have not."""
+    later = [number for number in updates_of(found) if number]
+    rows = []
+    for precision, forwards in (("fp4", FORWARDS), ("bf16", {"bf16": "BF16 engine and trainer"})):
+        for forward, text in forwards.items():
+            parts = [
+                ratio_of(found, kind="staleness", forward=forward, updates=updates, key="mean", precision=precision)
+                for updates in later
+            ]
+            if any(part is not None for part in parts):
+                rows.append((text, *(show(part, scale=1, digits=4, signed=True) for part in parts)))
+    if not rows:
+        return []
+    caption = (
+        "Staleness as a source of the gap, beside those of the decomposition on fresh trajectories: gap of the newer "
+        "trainer minus gap of the trainer that sampled, token by token on the same rollout. Below 0: the newer policy "
+        f"agrees better with what the older one sampled; {seeds_note(found)}."
+    )
+    header = ("trainer", *(f"{number} update{'s' if number > 1 else ''}" for number in later))
+    return [Table(header, tuple(rows), caption)]

@@ -2,30 +2,60 @@
 
 Two parts. The ratio table forces the old tokens through the refitted engine and asks how well each trainer's log-ratio
 tracks the engine's own (`trace_rl.stages.ratio`). The training part compares methods at every staleness and learning
-rate, paired over seeds; its verdicts are stated whichever way they come out.
+rate, paired over seeds; its verdicts are stated whichever way they come out. The compared rewards are those of the
+rollouts, so a pair whose rollouts are executed in different precisions gets no verdict: its difference is that of the
+executions as much as of the methods.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from trace_rl.config.loss import ScoreCenteringLoss
 from trace_rl.config.method import RlMethod
+from trace_rl.config.quant import SCOPES
 from trace_rl.config.targets import target_names
+from trace_rl.report.claim import own_execution
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
 from trace_rl.report.estimate import Estimate, Value, difference, estimate, show, trained
 from trace_rl.report.figures.curves import curve_panels
 from trace_rl.report.labels import changes, label, without
 from trace_rl.report.sections.dynamics import reward_area
+from trace_rl.report.sections.losses import loss_activity
 from trace_rl.report.sections.ratios import ratio_blocks
 
 STALENESS, LEARNING_RATE = "training.staleness", "training.learning_rate"
 FREE = (STALENESS, LEARNING_RATE, "training.steps")
 """Keys of the grid; what is left of a name is the method of a line."""
 REFERENCE, GUIDED = "qat", "trace"
-REFERENCES = (REFERENCE, GUIDED, *(f"{name}@ratio.old_policy=sampling" for name in (REFERENCE, GUIDED)))
-"""What the others are compared with; those whose old policy is the sampling one, with their like as well."""
+REFERENCES = (REFERENCE, GUIDED, *(f"{name}@ratio.old_policy=current" for name in (REFERENCE, GUIDED)))
+"""What the others are compared with; those whose old policy is the current one, with their like as well."""
+OTHER_EXECUTION = "other execution"
 
 Point = tuple[float, int]
 """Learning rate and staleness."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A paired difference of two methods at one point of the grid."""
+
+    point: Point
+    method: str
+    reference: str
+    measure: str
+    gap: Estimate
+    same_execution: bool
+    """Whether both sampled their rewards in the same precision."""
+
+    @property
+    def verdict(self) -> str:
+        """Which of the two is ahead, if that is resolved and says something about the methods."""
+        if not self.same_execution:
+            return OTHER_EXECUTION
+        if not self.gap.resolved:
+            return "not resolved"
+        return "first is higher" if self.gap.mean > 0 else "first is lower"
 
 
 def staleness(context: Context) -> Section:
@@ -36,6 +66,7 @@ def staleness(context: Context) -> Section:
         "The paper does not raise this question: this is a result of this project, told as it came out. "
         "Guidance pins the trainer's rounding to the rollout's, also where a newer policy would round otherwise. Does "
         "the importance ratio still see that a rollout is stale, and what does training make of it?",
+        *old_policies(context, grid),
         *(findings(context, grid) if grid else ["No training under staleness on this page."]),
     ]
     collapsed = context.collapsed(names)
@@ -43,7 +74,8 @@ def staleness(context: Context) -> Section:
         blocks.append(f"Collapsed runs, shown like all others: {', '.join(collapsed)}.")
     blocks += ratio_blocks(context)
     if grid:
-        blocks += [comparison_table(context, grid), training_table(context, grid), *reward_figures(context, grid)]
+        blocks += [comparison_table(context, grid), training_table(context, grid), *loss_activity(context, names)]
+        blocks += reward_figures(context, grid)
     return Section("Staleness", blocks)
 
 
@@ -68,8 +100,48 @@ def measures(context: Context) -> dict[str, Callable[[str], dict[str, Value]]]:
     }
 
 
-def comparisons(context: Context, grid: dict[Point, dict[str, str]]) -> list[tuple[Point, str, str, str, Estimate]]:
-    """(point, method, reference, measure, paired difference): every method against QAT, TRACE and its like."""
+def old_policies(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
+    """Which pi_old the clipped ratio of the arms takes."""
+    by_method = {method: name for methods in grid.values() for method, name in methods.items()}
+    arms: dict[str, list[str]] = {"sampling": [], "current": []}
+    for method, name in by_method.items():
+        if old_policy := old_policy_of(context, name):
+            arms[old_policy].append(method)
+    paragraphs = []
+    if arms["sampling"]:
+        paragraphs.append(
+            "Old policy of the clipped ratio pi_theta / pi_old: the version that sampled the batch, as in GRPO, for "
+            f"{'; '.join(arms['sampling'])}. Their clipping can act on a stale batch, and the truncated weight "
+            "pi_old / pi_rollout holds the mismatch of the two programs alone."
+        )
+    if arms["current"]:
+        paragraphs.append(
+            f"Controls, whose old policy is the one before the batch's update: {'; '.join(arms['current'])}. At one "
+            "update per batch their clipped ratio is 1, nothing is clipped, and the staleness sits in the truncated "
+            "mismatch weight."
+        )
+    return paragraphs
+
+
+def old_policy_of(context: Context, name: str) -> str | None:
+    """The method's ``ratio.old_policy``; None without settings, and for score centering, which has no pi_old."""
+    method = context.methods.get(name)
+    if not isinstance(method, RlMethod) or isinstance(method.loss, ScoreCenteringLoss):
+        return None
+    return method.ratio.old_policy
+
+
+def execution(context: Context, name: str) -> str:
+    """The precision a method samples its rewards in: the FP4 scopes of its rollout and their formats."""
+    method = context.methods.get(name)
+    if not isinstance(method, RlMethod):
+        return own_execution(name)
+    scopes = [scope for scope in SCOPES if getattr(method.rollout, scope)]
+    return f"{', '.join(scopes)} in {method.formats(context.config.format)}" if scopes else "bf16"
+
+
+def comparisons(context: Context, grid: dict[Point, dict[str, str]]) -> list[Comparison]:
+    """Every method against QAT, TRACE and its like."""
     found = []
     for point, methods in grid.items():
         for rank, reference in enumerate(map(label, REFERENCES)):
@@ -78,33 +150,32 @@ def comparisons(context: Context, grid: dict[Point, dict[str, str]]) -> list[tup
                 # A pair of references stands once; the method's other changes are compared at the same old policy.
                 if reference not in methods or method in before or not comparable(context, name, methods[reference]):
                     continue
+                alike = execution(context, name) == execution(context, methods[reference])
                 for measure, of in measures(context).items():
                     gap = difference(of(name), of(methods[reference]))
                     if gap is not None:
-                        found.append((point, method, reference, measure, gap))
+                        found.append(Comparison(point, method, reference, measure, gap, alike))
     return found
 
 
 def comparable(context: Context, name: str, reference: str) -> bool:
     """Whether a pair is shown: anything against the plain methods, and against the others what has their old policy."""
-    if without(reference, *FREE) in (REFERENCE, GUIDED):
-        return True
-    method = context.methods.get(name)
-    return isinstance(method, RlMethod) and method.ratio.old_policy == "sampling"
+    return without(reference, *FREE) in (REFERENCE, GUIDED) or old_policy_of(context, name) == "current"
 
 
 def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
     """What the training part says of TRACE against QAT, and of the other methods against TRACE."""
     texts: dict[str, list[str]] = {"worse": [], "better": [], "open": []}
     cures: list[str] = []
-    compared = comparisons(context, grid)
-    for (rate, age), method, reference, measure, gap in compared:
-        where = f"staleness {age}, lr {rate:g}, {measure} {points(gap)}"
-        if (method, reference) == (GUIDED, REFERENCE):
+    compared = [pair for pair in comparisons(context, grid) if pair.same_execution]
+    for pair in compared:
+        (rate, age), gap = pair.point, pair.gap
+        where = f"staleness {age}, lr {rate:g}, {pair.measure} {points(gap)}"
+        if (pair.method, pair.reference) == (GUIDED, REFERENCE):
             kind = "open" if not gap.resolved else "worse" if gap.mean < 0 else "better"
             texts[kind].append(where)
-        elif reference == GUIDED and method not in ("bf16", "fp4_naive") and age and gap.resolved:
-            cures.append(f"{method} {'above' if gap.mean > 0 else 'below'} trace at {where}")
+        elif pair.reference == GUIDED and pair.method != "fp4_naive" and age and gap.resolved:
+            cures.append(f"{pair.method} {'above' if gap.mean > 0 else 'below'} trace at {where}")
     paragraphs = []
     if texts["worse"]:
         paragraphs.append(f"TRACE is worse than QAT: {'; '.join(texts['worse'])}.")
@@ -114,11 +185,12 @@ def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
         paragraphs.append(f"TRACE and QAT are not told apart: {'; '.join(texts['open'])}.")
     if cures:
         paragraphs.append(f"Resolved differences of the other methods to TRACE under staleness: {'; '.join(cures)}.")
-    tested = [gap for *_, gap in compared if gap.source != "none"]
+    tested = [pair.gap for pair in compared if pair.gap.source != "none"]
     if tested:
         paragraphs.append(
-            f"{sum(gap.resolved for gap in tested)} of the {len(tested)} comparisons of the table below are resolved, "
-            f"each at 5 %: about {len(tested) / 20:.0f} would be if nothing had any effect."
+            f"{sum(gap.resolved for gap in tested)} of the {len(tested)} comparisons of the table below whose rewards "
+            f"were sampled in the same execution are resolved, each at 5 %: about {len(tested) / 20:.0f} would be if "
+            "nothing had any effect."
         )
     return paragraphs
 
@@ -131,16 +203,25 @@ def points(gap: Estimate) -> str:
 def comparison_table(context: Context, grid: dict[Point, dict[str, str]]) -> Table:
     """Every comparison with its verdict."""
     rows = tuple(
-        (f"{rate:g}", str(age), f"{method} − {reference}", measure, points(gap), str(gap.n), verdict(gap))
-        for (rate, age), method, reference, measure, gap in comparisons(context, grid)
+        (
+            f"{pair.point[0]:g}",
+            str(pair.point[1]),
+            f"{pair.method} − {pair.reference}",
+            pair.measure,
+            points(pair.gap),
+            str(pair.gap.n),
+            pair.verdict,
+        )
+        for pair in comparisons(context, grid)
     )
     header = ("learning rate", "staleness", "difference", "of", "points", "n", "resolved?")
-    return Table(header, rows, "Paired over seeds where there are several; points are hundredths.")
-
-
-def verdict(gap: Estimate) -> str:
-    """Which of the two is ahead, if that is resolved."""
-    return ("first is higher" if gap.mean > 0 else "first is lower") if gap.resolved else "not resolved"
+    caption = "Paired over seeds where there are several; points are hundredths."
+    if any(row[-1] == OTHER_EXECUTION for row in rows):
+        caption += (
+            f" {OTHER_EXECUTION[0].upper()}{OTHER_EXECUTION[1:]}: rewards are those of the rollouts, and these two are "
+            "executed in different precisions, so that the difference is no effect of the method alone; not counted."
+        )
+    return Table(header, rows, caption)
 
 
 def training_table(context: Context, grid: dict[Point, dict[str, str]]) -> Table:

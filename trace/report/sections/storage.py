@@ -7,7 +7,7 @@ from trace_rl.config.targets import target_names
 from trace_rl.guidance.accounting import plan
 from trace_rl.report.context import Context
 from trace_rl.report.document import Section, Table
-from trace_rl.report.estimate import Value, estimate, seed_mean, show
+from trace_rl.report.estimate import Value, estimate, show, show_n, trained
 from trace_rl.report.labels import label
 from trace_rl.report.paper import PAPER_MODEL
 from trace_rl.report.sections.opening import opening
@@ -29,15 +29,17 @@ def recorded_table(context: Context, names: Sequence[str]) -> Table:
     """Bytes of a token, and of a step with this run's tokens."""
     rows = []
     for name in context.run_of(list(names)):
-        size = seed_mean(context.summary, name, "guidance_bytes_per_token")
-        if not size:
+        sizes = trained(context.summary, name, "guidance_bytes_per_token")
+        size, tokens = estimate(sizes), step_tokens(context, name)
+        if size is None or not size.mean:
             continue
-        step = estimate({seed: Value(size * tokens / 2**20) for seed, tokens in step_tokens(context, name).items()})
-        rows.append((label(name), f"{size:.0f}", show(step, scale=1, digits=3), str(step.n) if step else "–"))
+        common = sizes.keys() & tokens.keys()
+        step = estimate({seed: Value(sizes[seed].mean * tokens[seed] / 2**20) for seed in sorted(common)})
+        rows.append((label(name), show(size, scale=1, digits=0), show(step, scale=1, digits=3), show_n(step)))
     header = ("method", "bytes per token, here", "MiB per step, here", "n")
     caption = (
-        "Length of one token's guidance row as recorded, which is exact; a step's bytes follow its tokens, prompts "
-        "included, ± over seeds."
+        "Length of one token's guidance row as recorded, exact and the same for every seed; a step's bytes follow its "
+        "tokens, prompts included, ± over seeds."
     )
     return Table(header, tuple(rows), caption)
 

@@ -104,7 +104,7 @@ def guidance_table(context: Context, names: list[str]) -> Table:
         "the same, rounding to nearest",
         "mismatch, guided tensors (%)",
         "mismatch, all (%)",
-        "scale recovery failures per diagnostic batch",
+        "block scales not recovered, diagnostic batches / noticed in training (%)",
         "n",
     )
     caption = (
@@ -116,16 +116,14 @@ def guidance_table(context: Context, names: list[str]) -> Table:
 
 
 def failures(context: Context, name: str) -> str:
-    """Block scales that two bits did not recover, of the guided tensors."""
+    """Share of block scales that two bits did not recover, of the guided tensors: all, and those training noticed."""
     method = context.methods.get(name)
     guidance = getattr(method, "guidance", None)
     if guidance is None or guidance.scale_bits == 8:
         return "–"
-    return show(
-        estimate(trained(context.summary, name, "diagnostics", "diag/own/scale_recovery_failures/guided")),
-        scale=1,
-        digits=2,
-    )
+    every = trained(context.summary, name, "diagnostics", "diag/own/scale_recovery_failures/guided")
+    noticed = trained(context.summary, name, "guidance_scales_uncertain")
+    return " / ".join(show(estimate(values), digits=3) for values in (every, noticed))
 
 
 def table6(context: Context) -> Section:

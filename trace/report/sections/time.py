@@ -5,7 +5,7 @@ from typing import Any
 
 from trace_rl.report.context import Context
 from trace_rl.report.document import Figure, Section, Table
-from trace_rl.report.estimate import Value, estimate, seed_mean, show, trained
+from trace_rl.report.estimate import Value, estimate, quotient, show, trained
 from trace_rl.report.figures import bars
 from trace_rl.report.labels import label
 from trace_rl.report.sections.opening import opening
@@ -19,7 +19,10 @@ def time_section(context: Context, *, with_claims: bool = False) -> Section:
     blocks: list[str | Table | Figure] = list(opening(context.about("time"))) if with_claims else []
     svg = bars.step_time(context.summary) if len(context.summary["methods"]) <= BARS else None
     if svg is not None:
-        caption = "Median seconds per step by phase, mean over seeds. Runs may share the machine side by side."
+        caption = (
+            "Median seconds per step by phase, mean over seeds; the table of the trainings has their errors. Runs may "
+            "share the machine side by side."
+        )
         blocks.append(Figure("step_time", svg, caption))
     blocks.append(quantization_table(context))
     bench = context.artifacts.get("bench")
@@ -87,25 +90,19 @@ def quantization_table(context: Context) -> Table:
     rows = []
     for name in context.summary["methods"]:
         activations, weights, step = (
-            seed_mean(context.summary, name, *keys)
+            trained(context.summary, name, *keys)
             for keys in (("quantize_s", "activations"), ("quantize_s", "weights"), ("step_s", "step"))
         )
-        if activations is not None and weights is not None and step:
-            share = 100 * (activations + weights) / step
-            rows.append(
-                (
-                    label(name),
-                    f"{1000 * activations:.0f}",
-                    f"{1000 * weights:.0f}",
-                    f"{1000 * step:.0f}",
-                    f"{share:.1f}",
-                )
-            )
+        both = {s: Value(activations[s].mean + weights[s].mean) for s in activations.keys() & weights.keys()}
+        share = estimate(quotient(both, step))
+        if share is not None:
+            parts = (show(estimate(part), scale=1000) for part in (activations, weights, step))
+            rows.append((label(name), *parts, show(share), str(share.n)))
     return Table(
-        ("method", "activations and KV, ms", "weights, ms", "whole step, ms", "share of the step (%)"),
+        ("method", "activations and KV, ms", "weights, ms", "whole step, ms", "share of the step (%)", "n"),
         tuple(rows),
-        "Fake quantization in the trainer's forward, guided or not; medians over steps. FC2 inputs are not counted "
-        "where the experts are one operator, which rounds them inside.",
+        "Fake quantization in the trainer's forwards, guided or not; medians over steps, ± over seeds, none with one. "
+        "FC2 inputs are not counted where the experts are one operator, which rounds them inside.",
     )
 
 
