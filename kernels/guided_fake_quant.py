@@ -22,7 +22,7 @@ from torch import Tensor
 from trace_rl.errors import UserError
 from trace_rl.formats import Format
 from trace_rl.formats.quantized import EncodeScale
-from trace_rl.guidance.align import UNGATED
+from trace_rl.guidance.align import UNGATED, check_gate
 from trace_rl.guidance.bits import packed_bytes
 from trace_rl.kernels import fp4_device
 from trace_rl.kernels.fp4_device import (
@@ -161,8 +161,7 @@ def guided_fake_quant(
         raise UserError(f"guided_fake_quant wants x [T, C]; it has shape {tuple(x.shape)}: reshape it")
     if bits not in (1, 2, 3, 4):
         raise UserError(f"guidance.bits is {bits}; choose 1, 2, 3 or 4 (4 = full codes)")
-    if not 0 < gate <= UNGATED:
-        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")
+    check_gate(gate)
     num_rows, num_cols = rows.shape
     guidance = _record_rows(guidance, num_rows, packed_bytes(num_cols, bits), name="guidance", fmt=fmt)
     block_scale = _record_rows(block_scale, num_rows, num_cols // fmt.block_size, name="block_scale", fmt=fmt)

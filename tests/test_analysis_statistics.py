@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trace_rl.analysis.clusters import association, binned_means, clustered_mean
-from trace_rl.analysis.ratios import describe_estimate, describe_weight
+from trace_rl.analysis.ratios import describe_estimate, describe_weight, staleness_part
 from trace_rl.analysis.sources import decompose
 
 
@@ -72,6 +72,21 @@ def test_an_exact_estimate_and_a_blind_one():
     assert (exact["correlation"], exact["slope"], exact["mean_abs_error"]) == (pytest.approx(1), pytest.approx(1), 0)
     assert abs(blind["slope"]) < 1e-3
     assert blind["mean_abs_error"] == pytest.approx(float(truth.abs().mean()), rel=1e-2)
+
+
+def test_what_staleness_adds_is_paired():
+    generator = torch.Generator().manual_seed(4)
+    rollout, old = torch.randn(2, 60, generator=generator)
+    clusters = torch.arange(60) // 5
+    farther = old + 0.25 * (old - rollout).sign()  # every token a quarter farther off, however far it was
+    assert staleness_part(farther, old, rollout, clusters) == {
+        "mean": pytest.approx(0.25),
+        "mean_stderr": pytest.approx(0, abs=1e-6),
+    }
+    # Nearer by 1, 1 in one trajectory and by 2 in another: mean -4/3, residual sums 2/3 and -2/3.
+    values = (torch.tensor(v) for v in ([1.0, -1.0, 1.0], [2.0, -2.0, 3.0], [0.0, 0.0, 0.0]))
+    found = staleness_part(*values, torch.tensor([0, 0, 1]))
+    assert found == {"mean": pytest.approx(-4 / 3), "mean_stderr": pytest.approx((16 / 81) ** 0.5)}
 
 
 def test_the_parts_of_the_gap_add_up():

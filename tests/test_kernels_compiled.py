@@ -12,6 +12,7 @@ from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.errors import UserError
 from trace_rl.formats import e2m1, unpack_codes
 from trace_rl.formats.nvfp4 import MAX_ENCODE_SCALE
+from trace_rl.guidance.align import CLOSED
 from trace_rl.guidance.record import ModelDims, RecordLayout
 from trace_rl.kernels import compiled, reference
 from trace_rl.kernels.reference import PackedExperts, Quantized, RecordTarget
@@ -437,6 +438,10 @@ def test_values_on_the_edge_of_the_gate(bits):
     one = torch.full((len(x), 1), 0x38, dtype=torch.uint8)  # 1.0 in E4M3
     moved = [agree_guided(x, guidance, one, 1.0, NVFP4, bits, gate=gate) for gate in (0.25, 0.2499)]
     assert not torch.equal(*moved)
+    # Eighths are exactly on the boundaries: the closed gate follows none, the smallest of the others does.
+    closed, smallest = (agree_guided(x, guidance, one, 1.0, NVFP4, bits, gate=gate) for gate in (CLOSED, 1e-6))
+    assert torch.equal(closed, e2m1.round_nearest(x))
+    assert not torch.equal(closed, smallest)
 
 
 def test_every_block_scale_byte():

@@ -67,7 +67,7 @@ def load(config: str, results: Path, overrides: list[str] | None) -> "tuple[Expe
     data = read_json(config) if inline else read_yaml(Path(config))
     for item in overrides or []:
         override(data, item)
-    experiment = parse_experiment(data, source="--config" if inline else config)
+    experiment = parse_experiment(data, source="--config" if inline else config, whole=not inline)
     return experiment, RunPaths(run=experiment.run, root=results)
 
 

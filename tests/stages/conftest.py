@@ -1,6 +1,6 @@
 """A tiny random policy with data in the places of a run: what the stage tests start from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,32 @@ def tiny_run(tmp_path_factory) -> TinyRun:
 def new_run(tmp_path) -> Callable[..., TinyRun]:
     """Make a run of one's own, not calibrated."""
     return lambda **options: make_run(tmp_path, **options)
+
+
+class Tracked:
+    """MLflow in a folder of the test's."""
+
+    def __call__(self, config: ExperimentConfig, folder: Path) -> ExperimentConfig:
+        """The experiment, logged there."""
+        return config.model_copy(update={"tracking": TrackingConfig(uri=f"sqlite:///{folder / 'mlflow.db'}")})
+
+    def artifact(self, folder: Path, *, name: str) -> str:
+        """The one file that the run of this name logged beside its settings."""
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+        (experiment,) = [found for found in client.search_experiments() if found.name == TrackingConfig().experiment]
+        (run,) = client.search_runs([experiment.experiment_id], f"tags.`mlflow.runName` = '{name}'")
+        (file,) = [item.path for item in client.list_artifacts(run.info.run_id) if item.path != "config.json"]
+        return Path(client.download_artifacts(run.info.run_id, file, str(folder))).read_text()
+
+
+@pytest.fixture(scope="session")
+def tracked() -> Iterator[Tracked]:
+    """Turns MLflow on for a stage, away from where the environment says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        yield Tracked()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from trace_rl.config.experiment import ParityConfig
 from trace_rl.config.quant import BF16, FormatChoice, QuantSpec
 from trace_rl.formats.static_scales import StaticScales
+from trace_rl.models.checkpoint_io import finite_or_none
 from trace_rl.qat.attach import attach
 from trace_rl.rollout.engine import Sampling, open_engine
 from trace_rl.stages import audit, calibrate, parity
@@ -39,14 +40,18 @@ def test_the_gate_and_the_audit_hold_for_blocks_of_32(new_run):
     assert audit.run(config, run.paths)["num_fp4"] == 18
 
 
-def test_formats_by_scope_pass_both_gates_and_what_is_not_pinned_is_not_judged(new_run):
+def test_formats_by_scope_pass_both_gates_and_what_is_not_pinned_is_judged_by_the_bf16_trainer(new_run):
     run = new_run()
     config = run.config.model_copy(update={"format": FormatChoice.model_validate("mxfp4_w4a8")})
     calibrate.run(config, run.paths)
     metrics = parity.run(config, run.paths)
     verdicts = {row["mode"]: row["verdict"] for row in metrics["rows"]}
     assert verdicts["bf16 rollout, BF16 trainer"] == "passed"
-    assert {verdict for mode, verdict in verdicts.items() if mode.startswith("fp4")} == {"reported"}
+    assert verdicts["fp4 rollout, QAT trainer"] == verdicts["fp4 rollout, guided trainer"] == "passed"
+    assert verdicts["fp4 rollout, BF16 trainer"] == "reported"
+    written = json.loads(run.paths.parity("mxfp4_w4a8").read_text())["rows"]
+    for row in (row for row in written if row["mode"].startswith("fp4") and row["threshold"] is not None):
+        assert row["threshold"] == metrics["gaps"]["fp4"][row["phase"]]["off"]["gap_mean"]
     rows = {row["name"]: row for row in audit.run(config, run.paths)["rows"]}
     found = {name.rpartition(".")[2]: row for name, row in rows.items() if ".layers.1." in name}
     expected = {"gate_up_proj": "mxfp4", "fc1_input": "mxfp8", "fc2_input": "mxfp8", "v_cache": "mxfp4"}
@@ -99,7 +104,47 @@ def test_a_damaged_expert_in_the_engine_is_red(tiny_run, quant):
         assert f"{number:.5f}" in str(failure.value)
 
 
-def test_a_nan_gap_is_a_failure():
-    gaps = {"gap_mean": float("nan"), "gap_p99": 0.0, "gap_max": 0.0}
-    nan = {"bf16": {m: {"off": gaps} for m in parity.MOMENTS}, "fp4": {m: {"guided": gaps} for m in parity.MOMENTS}}
-    assert {row["verdict"] for row in parity.judge(nan, thresholds=ParityConfig())} == {"FAILED"}
+def _gap(mean, **changes):
+    return {"gap_mean": mean, "gap_p99": 3 * mean, "gap_max": 9 * mean, **changes}
+
+
+def _gaps(modes=("guided", "rtn", "off"), **means):
+    """Both moments alike: BF16 0.001, FP4 0.002 guided, 0.01 rounded to nearest, 0.1 not rounded, unless said."""
+    means = {"guided": 0.002, "rtn": 0.01, "off": 0.1} | means
+    gaps = {"bf16": {"off": _gap(0.001)}, "fp4": {mode: _gap(means[mode]) for mode in modes}}
+    return {precision: {moment: dict(rows) for moment in parity.MOMENTS} for precision, rows in gaps.items()}
+
+
+def _failed(gaps, **options):
+    rows = parity.judge(gaps, thresholds=ParityConfig(), **options)
+    return [(row["phase"], row["mode"]) for row in rows if row["verdict"] == "FAILED"]
+
+
+@pytest.mark.parametrize("modes", [("guided", "rtn", "off"), ("rtn", "off")], ids=["w4a8", "hif4"])
+def test_where_not_all_is_pinned_a_trainer_that_rounds_must_be_nearer_than_one_that_does_not(modes):
+    assert not _failed(_gaps(modes), pinned=False)
+    both = [(moment, "fp4 rollout, QAT trainer") for moment in parity.MOMENTS]
+    assert _failed(_gaps(modes, rtn=0.11), pinned=False) == both
+    thresholds = {row["threshold"] for row in parity.judge(_gaps(modes), thresholds=ParityConfig(), pinned=False)}
+    assert thresholds == {ParityConfig().max_gap_bf16, 0.1, None}
+    assert not _failed(_gaps(rtn=0.11))  # with all pinned, guidance is what is judged
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", parity.GAPS)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_gap_that_is_no_number_is_a_failure_wherever_it_is(pinned, name, bad):
+    for precision, mode in (("bf16", "off"), ("fp4", "guided"), ("fp4", "rtn"), ("fp4", "off")):
+        gaps = _gaps()
+        gaps[precision]["refit"][mode] = gaps[precision]["refit"][mode] | {name: bad}
+        assert ("refit", f"{precision} rollout, {parity.FORWARDS[mode]} trainer") in _failed(gaps, pinned=pinned)
+
+
+def test_a_failed_gate_can_be_written_and_printed_with_its_nan():
+    gaps = _gaps(rtn=float("nan"))
+    rows = parity.judge(gaps, thresholds=ParityConfig())
+    with pytest.raises(StageFailure, match="nan"):
+        parity.require_parity(rows)
+    written = json.loads(json.dumps(finite_or_none({"gaps": gaps, "rows": rows}), allow_nan=False))
+    assert written["gaps"]["fp4"]["start"]["rtn"] == {"gap_mean": None, "gap_p99": None, "gap_max": None}
+    assert written["rows"][0] == rows[0]

@@ -47,8 +47,9 @@ def measured(config, tiny_run):
     return study, fp4, ratio.compare(*control, smooth=control[1], forwards=ratio.BF16_FORWARDS, **options)
 
 
-def test_the_stage_writes_what_it_returns(config, tiny_run):
-    found = ratio.run(config, tiny_run.paths, seed=1)
+def test_the_stage_writes_what_it_returns_and_tracks_the_file(config, tiny_run, tracked, tmp_path):
+    found = ratio.run(tracked(config, tmp_path), tiny_run.paths, seed=1)
+    assert tracked.artifact(tmp_path, name="ratio seed1") == tiny_run.paths.ratio(1).read_text()
     assert json.loads(tiny_run.paths.ratio(1).read_text()) == json.loads(json.dumps(found))
     assert [row["updates"] for row in found["fp4"]["rows"]] == [0, 1, 2]
     assert set(found["gap_by_updates"]) == {"bf16_both", *ratio.FORWARDS}
@@ -73,6 +74,23 @@ def test_the_old_policy_is_the_floor(measured):
         assert part["floor"].items() <= first["truth"].items()
         assert part["floor"]["mean_abs"] < second["truth"]["mean_abs"]
         assert "differences" not in first
+
+
+def test_staleness_is_the_growth_of_the_gap_on_the_same_tokens(measured):
+    _, *parts = measured
+    for part in parts:
+        first, *later = part["rows"]
+        assert "staleness" not in first
+        for row in later:
+            assert set(row["staleness"]) == set(row["estimates"])
+            for name, found in row["staleness"].items():
+                now, before = (r["estimates"][name] for r in (row, first))
+                assert found["mean"] == pytest.approx(now["mean_abs"] - before["mean_abs"], abs=1e-6)
+                # Paired: the tokens, and most of what the forwards differ from the rollout by, are the same.
+                assert 0 < found["mean_stderr"] <= now["mean_abs_stderr"] + before["mean_abs_stderr"]
+    # The gap of a trainer that rounds as the engine does is all staleness after updates this large.
+    row = parts[0]["rows"][2]
+    assert row["staleness"]["qat"]["mean"] > 3 * row["staleness"]["qat"]["mean_stderr"]
 
 
 def test_a_trainer_that_rounds_by_itself_tracks_the_engine_and_full_guidance_is_held_back(measured):

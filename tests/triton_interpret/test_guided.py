@@ -5,6 +5,8 @@ import torch
 from triton_interpret.cases import FORMATS, boundary_grid, golden, hard_rows, row_bytes, same
 
 from trace_rl.errors import UserError
+from trace_rl.formats import e2m1
+from trace_rl.guidance.align import CLOSED
 from trace_rl.kernels import guided_fake_quant, reference
 from trace_rl.kernels.reference import RecordTarget
 
@@ -67,6 +69,10 @@ def test_values_on_the_edge_of_the_gate(bits):
     one = torch.full((len(x), 1), 0x38, dtype=torch.uint8)  # 1.0 in E4M3
     moved = [agree(x, guidance, one, fmt, bits, encode_scale=1.0, gate=gate) for gate in (0.25, 0.2499)]
     assert not torch.equal(*moved)
+    # Eighths are exactly on the boundaries: the closed gate follows none, the smallest of the others does.
+    closed, smallest = (agree(x, guidance, one, fmt, bits, encode_scale=1.0, gate=gate) for gate in (CLOSED, 1e-6))
+    assert torch.equal(closed, e2m1.round_nearest(x))
+    assert not torch.equal(closed, smallest)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -4,8 +4,9 @@ The rollout keeps whole codes of all layers (`FULL`) and the routing; what a les
 out of that, so that bits, layers, tensors, scales and routing replay are varied on the very same tokens, and what two
 forwards differ in is what was varied. Nothing here computes gradients or touches weights.
 
-Rounding to nearest *on the rollout's scale* is not a mode of its own: it is guidance whose gate lets nothing through
-(`RECORDED_SCALE`), which separates choosing the scale from choosing the code.
+Rounding to nearest *on the rollout's scale* is not a mode of its own: it is guidance whose gate is closed
+(`RECORDED_SCALE`), which separates choosing the scale from choosing the code. A tiny gate will not do: it still follows
+values exactly on a rounding boundary, and with MXFP4's power-of-two scales BF16 values often are.
 
 Tensors in a format without codewords are neither recorded nor followed; where guidance has none left, it is QAT.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trace_rl.config.guidance import FULL, GuidanceSpec, recordable
+from trace_rl.guidance.align import CLOSED
 from trace_rl.qat.attach import Qat
 from trace_rl.qat.collector import Collector
 from trace_rl.qat.context import Mode
@@ -26,8 +28,7 @@ from trace_rl.rl.trainer import response_logprobs
 from trace_rl.trajectory import RolloutBatch
 
 MICRO_BATCH = 64
-NO_GATE = 1e-6
-RECORDED_SCALE = FULL.model_copy(update={"gate": NO_GATE})
+RECORDED_SCALE = FULL.model_copy(update={"gate": CLOSED})
 
 
 class SomeLayers(GuidanceSpec):

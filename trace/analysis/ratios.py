@@ -3,6 +3,9 @@
 Per response token, with x = r the engine's own log-ratio of new to old policy and y = the trainer's estimate of it:
 mean |y|, mean |y - r|, correlation, slope of y on r (1: the estimate moves as r does; 0: it is blind to r). As an
 importance weight e^y: the share above the cap, and the effective sample size (sum w)^2 / (N sum w^2).
+
+Mean |y| of a forward is also its train-rollout gap. What staleness adds to it, gap(new) - gap(old), is taken token by
+token, so that its standard error is that of a paired measurement, as for the other parts (`trace_rl.analysis.sources`).
 """
 
 from typing import Any
@@ -40,3 +43,9 @@ def describe_estimate(
         | {"mean_abs_error": error["mean"], "mean_abs_error_stderr": error["stderr"]}
         | association(truth, estimate, clusters, resamples=resamples, seed=seed)
     )
+
+
+def staleness_part(new: Tensor, old: Tensor, rollout: Tensor, clusters: Tensor) -> dict[str, float | None]:
+    """Mean of |new - rollout| - |old - rollout| over log-probs [N] of one forward of two versions, and its error."""
+    part = clustered_mean((new - rollout).abs() - (old - rollout).abs(), clusters)
+    return {"mean": part["mean"], "mean_stderr": part["stderr"]}

@@ -6,8 +6,9 @@ from pydantic import Field, model_validator
 
 from trace_rl.config.analysis import AnalysisConfig
 from trace_rl.config.base import Section
+from trace_rl.config.blocks import check_blocks
 from trace_rl.config.checkpoint import CheckpointConfig, ColdStart
-from trace_rl.config.quant import FormatChoice
+from trace_rl.config.quant import FormatChoice, QuantSpec
 from trace_rl.config.rollout import EngineConfig, SamplingConfig
 from trace_rl.config.tables import StabilityConfig, TablesConfig
 from trace_rl.config.training import TrainingConfig
@@ -61,7 +62,8 @@ class ParityConfig(Section):
     max_gap_bf16: float = Field(default=0.02, gt=0.0)
     """Largest mean |log pi_train - log pi_rollout| of the BF16 control."""
     max_gap_ratio_fp4: float = Field(default=2.0, gt=0.0)
-    """Largest FP4 gap under full guidance, as a multiple of the BF16 control's (plus ``gap_floor``)."""
+    """Largest FP4 gap under full guidance, as a multiple of the BF16 control's (plus ``gap_floor``). Where a format
+    leaves a tensor without codes to follow, the FP4 trainers must instead come closer than a BF16 trainer does."""
     gap_floor: float = Field(default=0.002, ge=0.0)
     """Added to the BF16 control's gap before the comparison, so that a near-zero control does not decide."""
     update_scale: float = Field(default=0.02, gt=0.0)
@@ -181,4 +183,22 @@ class ExperimentConfig(Section):
                 raise ValueError(f"{name}.seeds {list(seeds)} names a negative seed; choose seeds from 0 on")
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"{name}.seeds {list(seeds)} names a seed twice, which would count one run as two")
+        self.check_formats(self.format, where=f"format {self.format}")
         return self
+
+    def check_formats(self, formats: FormatChoice, *, where: str) -> None:
+        """UserError where blocks of ``formats`` do not fit the miniature; other checkpoints are checked where they are.
+
+        All three scopes, whichever a method quantizes: calibration, gates and evaluation quantize all. A stage is given
+        only the sections that it reads; without ``checkpoint`` it does not know the model, and nothing is checked.
+        """
+        if "checkpoint" not in self.model_fields_set or not isinstance(self.checkpoint, ColdStart):
+            return
+        model = self.checkpoint.model
+        check_blocks(
+            {"hidden_size": model.hidden_size, "expert_width": model.moe_intermediate_size, "head_dim": model.head_dim},
+            quant=QuantSpec(format=formats),
+            where=f"{where}: checkpoint.model",
+            otherwise="change the model",
+            keys={"expert_width": "moe_intermediate_size"},
+        )

@@ -3,7 +3,7 @@
 The default is the paper's R-1bit-L20: one bit per value, the deeper half of the layers.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -23,8 +23,10 @@ class GuidanceSpec(Section):
     """The guided layers; ``first_half`` is a control."""
     scale_bits: Literal[2, 8] = 8
     """Bits kept of each block scale's code; 2 lets the trainer recover the scale from its own (not in the paper)."""
-    tensors: tuple[GuidedTensor, ...] = ("fc1", "k", "v")
-    """The guided tensors."""
+    tensors: tuple[GuidedTensor, ...] = Field(
+        default=("fc1", "k", "v"), json_schema_extra={"minItems": 1, "uniqueItems": True}
+    )
+    """The guided tensors, each once and in any order."""
     gate: float = Field(default=0.5, gt=0.0, le=0.5)
     """Follow the rollout only within this many steps of the rounding boundary; 0.5 follows always."""
 
@@ -33,6 +35,18 @@ class GuidanceSpec(Section):
     def _from_text(cls, value: Any) -> Any:
         """`fc1`, or `k,v`: as a variant of a method writes it."""
         return value.split(",") if isinstance(value, str) else value
+
+    @field_validator("tensors")
+    @classmethod
+    def _in_the_order_of_a_record(cls, tensors: tuple[GuidedTensor, ...]) -> tuple[GuidedTensor, ...]:
+        if not tensors:
+            raise ValueError(
+                "guidance.tensors is empty, and guidance of nothing is qat; name some of "
+                f"{', '.join(get_args(GuidedTensor))}, or set guidance: null"
+            )
+        if len(set(tensors)) < len(tensors):
+            raise ValueError(f"guidance.tensors {', '.join(tensors)} names a tensor twice; name each once")
+        return tuple(tensor for tensor in get_args(GuidedTensor) if tensor in tensors)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:
         """The guided layers of a model with ``num_layers`` layers."""

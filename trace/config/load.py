@@ -41,8 +41,13 @@ def describe(error: ValidationError, *, source: str) -> str:
     return "\n".join(lines)
 
 
-def parse_experiment(data: dict[str, Any], *, source: str) -> ExperimentConfig:
-    """Validate a mapping as an experiment."""
+def parse_experiment(data: dict[str, Any], *, source: str, whole: bool = True) -> ExperimentConfig:
+    """Validate a mapping as an experiment.
+
+    ``whole``: what is left out has its default, also the model. Otherwise ``data`` are the sections of one stage.
+    """
+    if whole:
+        data = {"checkpoint": {"source": "cold_start"}, **data}
     try:
         return ExperimentConfig.model_validate(data)
     except ValidationError as error:
@@ -77,6 +82,12 @@ def load_method(path: Path) -> RlMethod | PtqMethod:
     return variant
 
 
+def check_method_formats(config: ExperimentConfig, method: RlMethod | PtqMethod) -> None:
+    """UserError where the formats that a method runs with do not suit it, or their blocks not the miniature."""
+    formats = method.format if isinstance(method, PtqMethod) else method.formats(config.format)
+    config.check_formats(formats, where=f"method {method.name}")
+
+
 def _validated(data: dict[str, Any], *, source: str) -> RlMethod | PtqMethod:
     try:
         return _METHOD.validate_python(data)
@@ -88,8 +99,7 @@ def load_suite(config: ExperimentConfig, *, root: Path = Path(".")) -> dict[str,
     """Every method of the suite, in order; a PTQ method's base must be in the suite."""
     methods = {name: load_method(root / config.suite.methods_dir / f"{name}.yaml") for name in config.suite.methods}
     for method in methods.values():
-        if isinstance(method, RlMethod):
-            method.formats(config.format)
+        check_method_formats(config, method)
         if isinstance(method, PtqMethod) and not isinstance(methods.get(method.base), RlMethod):
             raise UserError(
                 f"suite.methods: {method.name} quantizes the policy of {method.base}, which is not in the suite; add it"

@@ -13,7 +13,7 @@ def with_overrides(config: ExperimentConfig, method: RlMethod) -> ExperimentConf
     changed = method.training.model_dump(exclude_none=True)
     if not changed:
         return config
-    data = config.model_dump(mode="json")
+    data = config.model_dump(mode="json", include=config.model_fields_set | {"sampling", "training"})
     for name, value in changed.items():
         data["sampling" if name in SAMPLING else "training"][name] = value
-    return parse_experiment(data, source=f"method {method.name}")
+    return parse_experiment(data, source=f"method {method.name}", whole=False)

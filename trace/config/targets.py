@@ -18,9 +18,10 @@ from pathlib import Path
 
 from trace_rl.config.base import digest_of
 from trace_rl.config.experiment import ExperimentConfig
-from trace_rl.config.load import load_method
+from trace_rl.config.load import check_method_formats, load_method
 from trace_rl.config.method import PtqMethod, RlMethod
 from trace_rl.config.overrides import SAMPLING, with_overrides
+from trace_rl.config.training import TrainingConfig
 from trace_rl.config.variants import JOIN, SEPARATOR, split_name
 from trace_rl.errors import UserError
 
@@ -87,7 +88,7 @@ def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path("
     """A target's methods by name.
 
     UserError for no methods, for one that does not exist or does not suit the experiment, for a PTQ method whose base
-    is not trained, and for a variant that is another method of the target under a second name.
+    is not trained, and for a method that is another one of the target under a second name.
     """
     folder = root / config.suite.methods_dir
     if not target_names(config, target):
@@ -97,7 +98,8 @@ def target_methods(config: ExperimentConfig, target: str, *, root: Path = Path("
         base = load_method(folder / f"{method.base}.yaml") if isinstance(method, PtqMethod) else method
         if not isinstance(base, RlMethod):
             raise UserError(f"{target}: {method.name} quantizes the policy of {base.name}, which is not trained")
-        base.formats(config.format)
+        check_method_formats(config, base)
+        check_method_formats(config, method)
         with_overrides(config, base)
     _check_distinct(config, methods, target=target)
     return methods
@@ -152,9 +154,9 @@ def _check_distinct(config: ExperimentConfig, methods: Mapping[str, RlMethod | P
     seen: dict[str, str] = {}
     for name in sorted(methods, key=lambda name: len(split_name(name)[1])):
         content = _content(config, methods[name])
-        if split_name(name)[1] and content in seen:
+        if content in seen:
             raise UserError(f"{target}: {name} is the same run as {seen[content]}; ask for {seen[content]}")
-        seen.setdefault(content, name)
+        seen[content] = name
 
 
 def _content(config: ExperimentConfig, method: RlMethod | PtqMethod) -> str:
@@ -163,5 +165,18 @@ def _content(config: ExperimentConfig, method: RlMethod | PtqMethod) -> str:
     if isinstance(method, RlMethod):
         own = with_overrides(config, method)
         said |= {"format": method.formats(config.format).model_dump(mode="json")}
+        said |= {"ratio": _ratio(method, training=own.training)}
         said |= {"sampling": own.sampling.model_dump(mode="json"), "training": own.training.model_dump(mode="json")}
     return digest_of(said)
+
+
+def _ratio(method: RlMethod, *, training: TrainingConfig) -> dict[str, str]:
+    """The method's ratios without what makes no difference (`trace_rl.rl.ratios`), each forward by what it computes."""
+    own = "guided" if method.guidance is not None else "rtn" if method.trainer.enabled else "bf16"
+    said = {name: own if value == "own" else value for name, value in method.ratio.model_dump(mode="json").items()}
+    fresh, once = training.staleness == 0, training.updates_per_rollout == 1
+    if fresh:  # the version that sampled a batch is the one before its first update
+        said["old_policy"] = "current"
+    if once and said["old_policy"] == "current":  # pi_old is pi_theta, so the staleness ratio is 1
+        said["staleness"] = own
+    return said

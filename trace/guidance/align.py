@@ -16,7 +16,8 @@ the ladder value with those bits that is nearest to z, counted in ladder steps, 
 applies. A bracket member with matching bits is therefore always chosen, and if none matches, the one towards the
 decoded value.
 *Gate d* (ours). The other bracket member is only chosen where z lies within d steps of the rounding boundary (the
-middle of the bracket); elsewhere round-to-nearest stands. d = 0.5 always follows.
+middle of the bracket); elsewhere round-to-nearest stands. d = 0.5 always follows. However small d > 0 is, a value
+exactly on the boundary follows, which power-of-two scales make common; `CLOSED`, for the analysis, never follows.
 
 How it is computed: round to nearest gives q and the remainder z - q; its sign points to the other bracket member, one
 grid step away. The rounding trick of trace_rl.formats.e2m1 leaves the multiple of the step, whose parity is the
@@ -34,6 +35,8 @@ from trace_rl.guidance.bits import unpack_bits
 
 FULL_BITS = 4
 UNGATED = 0.5
+CLOSED = -1.0
+"""The gate that never follows: no value lies a step beyond the boundary. No setting; round to nearest is QAT's."""
 
 _NVFP4 = NVFP4()
 _MAGNITUDES = torch.tensor(e2m1.MAGNITUDES)
@@ -161,10 +164,15 @@ def check_guidance(x: Tensor, block_scale: Tensor, bits: int, *, gate: float, fm
     """UserError unless bits and gate are in range and the block scales belong to a tensor of x's shape."""
     if bits not in (1, 2, 3, FULL_BITS):
         raise UserError(f"guidance.bits is {bits}; choose 1, 2, 3 or 4 (4 = full codes)")
-    if not 0 < gate <= UNGATED:
-        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")
+    check_gate(gate)
     if block_scale.shape[:-1] != x.shape[:-1] or block_scale.shape[-1] * fmt.block_size != x.shape[-1]:
         raise UserError(
             f"block scales of shape {tuple(block_scale.shape)} do not belong to a tensor of shape {tuple(x.shape)}: "
             f"{fmt.name} has one per {fmt.block_size} columns; the guidance was recorded with another format or model"
         )
+
+
+def check_gate(gate: float) -> None:
+    """UserError unless the gate is one that a method may set, or `CLOSED`."""
+    if not 0 < gate <= UNGATED and gate != CLOSED:
+        raise UserError(f"guidance.gate is {gate}; it must be above 0 and at most 0.5 (0.5 = always follow)")

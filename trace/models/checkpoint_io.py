@@ -9,6 +9,7 @@ changing one value or one name does not.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,15 +24,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from trace_rl import formats
-from trace_rl.config.quant import SCOPES, QuantSpec
+from trace_rl.config.blocks import check_blocks
+from trace_rl.config.quant import QuantSpec
 from trace_rl.errors import UserError
 from trace_rl.models.families import family_of
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
-SMALLER_BLOCKS = ("mxfp4", "nvfp4")
-"""What is offered, in this order, where a format's block does not divide a dimension."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -130,23 +129,6 @@ def fp4_dimensions(config: Any) -> dict[str, int]:
     }
 
 
-def check_blocks(dims: dict[str, int], *, quant: QuantSpec, where: str) -> None:
-    """Every dimension in an FP4 scope must hold whole blocks: a ragged block would need its own scale layout."""
-    for scope in SCOPES:
-        name = quant.format_of(scope)
-        if name is None:
-            continue
-        block = formats.get(name).block_size
-        for dim in ("head_dim",) if scope == "kv" else ("hidden_size", "expert_width"):
-            if dims[dim] % block:
-                smaller = [other for other in SMALLER_BLOCKS if dims[dim] % formats.get(other).block_size == 0]
-                remedy = f"set format.{scope}: {smaller[0]}" if smaller else f"leave {scope} in BF16"
-                raise UserError(
-                    f"{where}: {dim} {dims[dim]} is not a multiple of the FP4 block size {block} of {name}, the format "
-                    f"of {scope}; {remedy}, or choose another checkpoint"
-                )
-
-
 def check_tokenizer(directory: Path, *, vocab_size: int) -> tuple[int, int]:
     """(number of tokens, eos id) of the directory's tokenizer, which must end and fit into ``vocab_size``."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
@@ -231,6 +213,15 @@ def build_manifest(info: CheckpointInfo, *, source: dict[str, Any]) -> dict[str,
         "eos_token_id": info.eos_token_id,
         "files": {path.name: path.stat().st_size for path in files},
     }
+
+
+def finite_or_none(value: Any) -> Any:
+    """The value with None for every number that JSON has no word for: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = True) -> None:

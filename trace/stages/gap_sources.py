@@ -122,6 +122,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
         result["seconds"] = time.perf_counter() - started
         write_json(paths.gap_sources(seed), result)
         tracker.log_metrics({name: policy["decomposition"] for name, policy in result["policies"].items()})
+        tracker.log_artifact(paths.gap_sources(seed))
     for name, policy in result["policies"].items():
         print(f"policy {name}\n{sources_table(policy['sources'])}")
     return result

@@ -9,12 +9,16 @@ comparison like this one shows it).
     gap = mean |log pi_train - log pi_rollout| over response tokens
     BF16   gap <= max_gap_bf16
     FP4    gap under full guidance <= max_gap_ratio_fp4 * (BF16 gap of the same moment + gap_floor)
+    FP4, not all pinned    gap of QAT, and of what guidance there is, <= gap of the BF16 trainer on the same tokens
 
 With routing and all guided codes pinned, what is left in FP4 is the engines' own arithmetic noise, so BF16 is its
-control. Plain QAT (round to nearest) is reported beside it and judged by nothing; neither is the FP4 gap of a format
-whose expert inputs or KV have no codewords to pin (``mxfp8``, ``hif4``): they round by themselves on both sides.
+control, and plain QAT (round to nearest) is only reported beside it. In a format whose expert inputs or KV have no
+codewords to pin (``mxfp8``, ``hif4``) they round by themselves on both sides, and no multiple of the control says how
+far apart that may be; but a trainer that rounds as the engine does must be nearer to it than one that does not round.
+A gap that is not a finite number fails, wherever it is.
 """
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -28,7 +32,7 @@ from trace_rl.config.experiment import ExperimentConfig, ParityConfig
 from trace_rl.config.guidance import full_recording
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import BF16, FormatChoice, QuantSpec
-from trace_rl.models.checkpoint_io import validate_checkpoint, write_json
+from trace_rl.models.checkpoint_io import finite_or_none, validate_checkpoint, write_json
 from trace_rl.qat.attach import Qat, attach
 from trace_rl.qat.context import Mode
 from trace_rl.rl.batch import pack
@@ -46,6 +50,7 @@ UPDATE_SEED = 7
 MICRO_BATCH = 64
 MOMENTS = ("start", "refit")
 FORWARDS = {"off": "BF16", "guided": "guided", "rtn": "QAT"}
+GAPS = ("gap_mean", "gap_p99", "gap_max")
 
 Gaps = dict[str, dict[str, float]]
 """Trainer forward -> metrics of ``logprob_gap``."""
@@ -76,7 +81,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, formats: FormatChoice | No
             "engine": config.engine.name,
             "seconds": time.perf_counter() - started,
         }
-        write_json(paths.parity(quant.format.slug), metrics)
+        write_json(paths.parity(quant.format.slug), finite_or_none(metrics))
         tracker.log_metrics(gaps)
     require_parity(rows)
     print(verdict_table(rows))
@@ -167,28 +172,29 @@ def judge(
 ) -> list[dict[str, object]]:
     """One row per moment and forward: its gap, the BF16 control of the same moment, and the threshold if it has one.
 
-    ``pinned``: guidance pins FC1 input, K and V; otherwise no FP4 gap is judged.
+    ``pinned``: guidance pins FC1 input, K and V; otherwise the BF16 trainer's gap is what rounding must not exceed.
     """
     rows = []
     for moment in MOMENTS:
         control = gaps["bf16"][moment]["off"]["gap_mean"]
-        limits = {
-            ("bf16", "off"): thresholds.max_gap_bf16,
-        }
+        limits = {("bf16", "off"): thresholds.max_gap_bf16}
         if pinned:
             limits["fp4", "guided"] = thresholds.max_gap_ratio_fp4 * (control + thresholds.gap_floor)
+        else:
+            limits |= dict.fromkeys((("fp4", "guided"), ("fp4", "rtn")), gaps["fp4"][moment]["off"]["gap_mean"])
         for precision, by_moment in gaps.items():
             for mode, metrics in by_moment[moment].items():
                 limit = limits.get((precision, mode))
-                # Written so that a NaN gap fails.
-                verdict = "reported" if limit is None else "passed" if metrics["gap_mean"] <= limit else "FAILED"
+                # Written so that a NaN gap or threshold fails.
+                sound = all(math.isfinite(metrics[name]) for name in GAPS)
+                if limit is not None:
+                    sound = sound and metrics["gap_mean"] <= limit
+                verdict = "FAILED" if not sound else "reported" if limit is None else "passed"
                 rows.append(
                     {
                         "phase": moment,
                         "mode": f"{precision} rollout, {FORWARDS[mode]} trainer",
-                        "gap_mean": metrics["gap_mean"],
-                        "gap_p99": metrics["gap_p99"],
-                        "gap_max": metrics["gap_max"],
+                        **{name: metrics[name] for name in GAPS},
                         "bf16_control": control,
                         "threshold": limit,
                         "verdict": verdict,

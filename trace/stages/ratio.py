@@ -15,6 +15,10 @@ FP4 any small change of the weights flips codes, and r holds these flips beside 
 compared with ``smooth``, the log-ratio that a BF16 engine gives the very same tokens: an estimate that follows r but
 not ``smooth`` follows the flips.
 
+The same log-probs hold the part of the gap that is staleness, which `trace_rl.stages.gap_sources` has none of:
+
+    staleness    |log pi_train,new - log pi_rollout,old| - |log pi_train,old - log pi_rollout,old|     of one forward
+
 Controls: all of it with BF16 rollouts and a BF16 trainer; ``floor``, the engine scoring its own tokens with the *old*
 weights (decode against batched prefill, the part of r that is noise of the engine); ``shuffled``, r after an update
 whose entries were permuted within each tensor: a change of the same size that no gradient chose.
@@ -48,7 +52,7 @@ from trace_rl.analysis.forwards import (
     Forward,
     Recorded,
 )
-from trace_rl.analysis.ratios import describe_estimate, describe_weight
+from trace_rl.analysis.ratios import describe_estimate, describe_weight, staleness_part
 from trace_rl.config.analysis import AnalysisConfig
 from trace_rl.config.experiment import ExperimentConfig
 from trace_rl.config.guidance import full_recording
@@ -149,6 +153,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, seed: int) -> dict[str, An
         result["seconds"] = time.perf_counter() - started
         write_json(paths.ratio(seed), result)
         tracker.log_metrics({"gap_by_updates": result["gap_by_updates"]})
+        tracker.log_artifact(paths.ratio(seed))
     print(ratio_table(result))
     return result
 
@@ -246,7 +251,7 @@ def compare(
     versions: dict[int, Weights],
     settings: AnalysisConfig,
 ) -> dict[str, Any]:
-    """Truth, estimates and differences after each number of updates; 0 is the old policy itself."""
+    """Truth, estimates, differences and staleness after each number of updates; 0 is the old policy itself."""
     clusters, sampled = recorded.clusters, recorded.rollout_logprobs
     bootstrap = {"resamples": settings.resamples, "seed": settings.seed}
     before: dict[str, Tensor] = {}
@@ -271,6 +276,9 @@ def compare(
         if updates:
             row["truth"]["share_of_floor"] = share_of_variance(scores[0] - sampled, truth)
             row["differences"] = {name: beside(value - before[name]) for name, value in logprobs.items()}
+            row["staleness"] = {
+                name: staleness_part(value, before[name], sampled, clusters) for name, value in logprobs.items()
+            }
         rows.append(row)
     return {
         "tokens": sampled.numel(),
