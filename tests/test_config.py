@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from trace_rl.config import generate, stages, targets
+from trace_rl import cli, formats
+from trace_rl.config import blocks, generate, stages, targets
 from trace_rl.config.experiment import ExperimentConfig
+from trace_rl.config.guidance import GuidanceSpec
 from trace_rl.config.load import load_experiment, load_method, load_suite, parse_experiment
 from trace_rl.config.overrides import with_overrides
 from trace_rl.config.quant import BF16, PRESETS, SCOPES, FormatChoice, FormatName, QuantSpec
@@ -115,12 +117,46 @@ def test_another_word_is_no_format(slug):
         ("trace", "trace@format=nvfp4"),
         ("trace@guidance.bits=2", "trace@guidance.bits=2+training.staleness=0"),
         ("trace_full", "trace@guidance.bits=4+guidance.layers=all"),
+        ("trace@guidance.tensors=k,v", "trace@guidance.tensors=v,k"),
+        # A trainer that rounds to nearest anyway, or not at all.
+        ("qat", "qat@ratio.mismatch=rtn"),
+        ("qat@training.staleness=3", "qat@training.staleness=3+ratio.staleness=rtn"),
+        ("bf16@training.staleness=3", "bf16@training.staleness=3+ratio.staleness=bf16"),
+        # Nothing is stale: pi_old is one policy, and with one update it is pi_theta.
+        ("trace", "trace_anchored"),
+        ("qat", "qat@ratio.old_policy=current"),
+        ("trace", "trace@ratio.staleness=bf16"),
+        (
+            "trace@training.updates_per_rollout=2",
+            "trace@training.updates_per_rollout=2+ratio.old_policy=current",
+        ),
+        # Stale, but pi_old is pi_theta where the batch is trained once.
+        (
+            "trace@training.staleness=3+ratio.old_policy=current",
+            "trace@training.staleness=3+ratio.old_policy=current+ratio.staleness=bf16",
+        ),
     ],
 )
 def test_a_variant_that_says_what_holds_anyway_is_not_trained_twice(base, variant):
     experiment = ExperimentConfig(tables={"table6": [variant, base]})
     with pytest.raises(UserError, match="is the same run as"):
         targets.target_methods(experiment, "table6", root=ROOT)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("trace", "trace_unpinned"),
+        ("trace", "trace@ratio.mismatch=rtn"),
+        ("qat@training.staleness=3", "qat@training.staleness=3+ratio.staleness=bf16"),
+        ("qat@training.staleness=3", "qat@training.staleness=3+ratio.old_policy=current"),
+        ("trace@training.staleness=3", "trace_anchored@training.staleness=3"),
+        ("trace@training.updates_per_rollout=2", "trace_anchored@training.updates_per_rollout=2"),
+    ],
+)
+def test_ratios_that_make_a_difference_are_two_runs(names):
+    experiment = ExperimentConfig(tables={"table6": names})
+    assert tuple(targets.target_methods(experiment, "table6", root=ROOT)) == names
 
 
 @settings(max_examples=50, deadline=None)
@@ -185,11 +221,71 @@ def test_a_mistake_is_one_line_with_key_and_remedy(data, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
+RAGGED = "head_dim 32 is not a multiple of the FP4 block size 64 of hif4, the format of kv; set format.kv: mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"format": "hif4"}, f"format hif4: checkpoint.model: {RAGGED}, or change the model"),
+        ({"format": {"kv": "hif4"}, "checkpoint": {"source": "cold_start"}}, RAGGED),
+        (
+            {"format": "mxfp4", "checkpoint": {"source": "cold_start", "model": {"moe_intermediate_size": 48}}},
+            "moe_intermediate_size 48 is not a multiple of the FP4 block size 32 of mxfp4, the format of weights; "
+            "set format.weights: nvfp4",
+        ),
+    ],
+)
+def test_a_format_whose_blocks_do_not_fit_the_miniature_is_refused_before_it_is_trained(data, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        parse_experiment(data, source="x.yaml")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"format": {"weights": "hif4", "activations": "hif4", "kv": "mxfp4"}},
+        {"format": "hif4", "checkpoint": {"source": "cold_start", "model": {"head_dim": 64}}},
+        {"format": "hif4", "checkpoint": {"source": "local", "path": "elsewhere"}},
+    ],
+)
+@pytest.mark.parametrize("stage", stages.SECTIONS)
+def test_blocks_that_fit_and_models_that_the_configuration_does_not_know_are_accepted(stage, data):
+    experiment = parse_experiment(data, source="x.yaml")
+    own, _ = cli.load(stages.canonical_json(stages.stage_config(experiment, stage)), Path("results"), None)
+    for config in (experiment, own):
+        method = load_method(ROOT / "config/methods/qat@training.staleness=1.yaml")
+        assert with_overrides(config, method).format == config.format
+        tables = config.tables.model_copy(update={"table6": ("qat", "bf16@training.staleness=1")})
+        config = config.model_copy(update={"tables": tables})
+        assert targets.target_methods(config, "table6", root=ROOT)
+
+
+@pytest.mark.parametrize("name", ["qat@format=hif4", "fp4_naive@format.kv=hif4", "ptq_nvfp4@format=hif4"])
+def test_a_method_whose_blocks_do_not_fit_the_miniature_is_refused_before_any_job(name):
+    message = re.escape(f"method {name}: checkpoint.model: {RAGGED}")
+    experiment = parse_experiment({"tables": {"table6": ["bf16", name]}}, source="x.yaml")
+    with pytest.raises(UserError, match=message):
+        targets.target_methods(experiment, "table6", root=ROOT)
+    core = parse_experiment({"suite": {"methods": ["bf16", name]}}, source="x.yaml")
+    with pytest.raises(UserError, match=message):
+        load_suite(core, root=ROOT)
+    local = {"checkpoint": {"source": "local", "path": "elsewhere"}}
+    assert targets.target_methods(
+        parse_experiment({"tables": {"table6": ["bf16", name]}} | local, source="x.yaml"), "table6", root=ROOT
+    )
+
+
+def test_block_sizes_are_those_of_the_formats():
+    assert {name: formats.get(name).block_size for name in get_args(FormatName)} == blocks.BLOCK_SIZES
+
+
 @pytest.mark.parametrize("stage", stages.SECTIONS)
 def test_a_stage_gets_a_valid_experiment_that_keeps_its_settings(stage):
     experiment = parse_experiment({"run": "r", "training": {"steps": 7}, "suite": {"seeds": [3]}}, source="x")
     given = stages.stage_config(experiment, stage)
-    parsed = parse_experiment(json.loads(stages.canonical_json(given)), source="--config")
+    parsed = parse_experiment(json.loads(stages.canonical_json(given)), source="--config", whole=False)
     assert stages.stage_config(parsed, stage) == given
     assert ("training" in given) == ("training" in stages.SECTIONS[stage])
 
@@ -347,8 +443,11 @@ def test_a_format_that_does_not_suit_a_method_is_refused_with_a_remedy(variant, 
         ("trace@guidance.bits=[1", "Input should be 1, 2, 3 or 4"),
         ("trace@training.steps=2001-13-45", "training.steps: Input should be a valid integer"),
         ("bf16@format=mxfp4", "format has no effect where neither rollout nor trainer is FP4"),
-        ("sc@ratio.old_policy=sampling", "ratio has no effect on score centering"),
+        ("sc@ratio.old_policy=current", "ratio has no effect on score centering"),
         ("x" * 300, "a name of at most 200"),
+        ("trace@guidance.tensors=k,k", "guidance.tensors k, k names a tensor twice; name each once"),
+        ("trace@rollout.residual=sparse", "set rollout.residual: none or drop fc1"),
+        ("resq@guidance.bits=1", "guidance of fc1 follows Q(X), and with rollout.residual: sparse the engine"),
     ],
 )
 def test_a_variant_without_sense_is_one_error(variant, message):
@@ -369,6 +468,15 @@ def test_variants_set_formats_and_guided_tensors():
     assert plain.rollout_quant(FormatChoice.model_validate("mxfp4")) == QuantSpec(format="mxfp4")
     with pytest.raises(UserError, match="set guidance: null"):
         plain.rollout_quant(FormatChoice.model_validate("hif4"))
+
+
+def test_guided_tensors_are_some_each_once_in_the_order_of_a_record():
+    with pytest.raises(ValidationError, match="guidance of nothing is qat; name some of fc1, k, v, or set guidance"):
+        GuidanceSpec(tensors=[])
+    assert GuidanceSpec(tensors=("v", "fc1", "k")) == GuidanceSpec()
+    assert load_method(ROOT / "config/methods/trace@guidance.tensors=v,k.yaml").guidance.tensors == ("k", "v")
+    # K and V have no residual: what is recorded of them is what the engine multiplies with.
+    assert load_method(ROOT / "config/methods/resq@guidance.tensors=v,k.yaml").guidance.tensors == ("k", "v")
 
 
 def test_two_bit_scales_are_refused_for_fouroversix(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Queue, data cursor, packing, metrics log and checkpoints: what resuming rests on."""
 
+import json
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -178,25 +181,36 @@ def test_metrics_log_survives_a_torn_line_and_truncates(tmp_path):
     assert [row["step"] for row in log.rows()] == [0, 1]
 
 
-def test_collapse_is_the_stated_rule():
-    def rows(end: float, *, start: float = 0.5, nonfinite: float = 0.0) -> list[dict[str, float]]:
-        rewards = [start] * 10 + [0.5] * 10 + [end] * 10
-        return [
-            {
-                "step": i,
-                "reward": r,
-                "gap_mean": 0.1,
-                "gap_p99": 0.2,
-                "gap_max": 0.3,
-                "nonfinite_gradients": nonfinite * (i >= len(rewards) - 3),
-                "tokens_per_s": 1.0,
-                "quantize_s/activations": 0.1,
-                "quantize_s/weights": 0.1,
-                "seconds/step": 1.0,
-            }
-            for i, r in enumerate(rewards)
-        ]
+def rows(end: float, *, start: float = 0.5, nonfinite: float = 0.0) -> list[dict[str, float]]:
+    """Metrics of 30 steps."""
+    rewards = [start] * 10 + [0.5] * 10 + [end] * 10
+    return [
+        {
+            "step": i,
+            "reward": r,
+            "gap_mean": 0.1,
+            "gap_p99": 0.2,
+            "gap_max": 0.3,
+            "nonfinite_gradients": nonfinite * (i >= len(rewards) - 3),
+            "tokens_per_s": 1.0,
+            "quantize_s/activations": 0.1,
+            "quantize_s/weights": 0.1,
+            "seconds/step": 1.0,
+        }
+        for i, r in enumerate(rewards)
+    ]
 
+
+def test_numbers_that_a_diverging_run_lost_are_null():
+    diverged = rows(0.0, nonfinite=1.0)
+    diverged[-1] |= {"gap_mean": math.nan, "gap_max": math.inf, "diag/own/gap_mean": math.nan}
+    summary = summarize(diverged)
+    json.dumps(summary, allow_nan=False)
+    assert summary["collapsed"] is True and summary["logprob_gap_mean"] is None
+    assert summary["diagnostics"] == {"diag/own/gap_mean": None}
+
+
+def test_collapse_is_the_stated_rule():
     assert summarize(rows(0.24))["collapsed"] is True
     assert summarize(rows(0.26))["collapsed"] is False
     assert summarize(rows(0.24, start=0.2))["collapsed"] is True  # it rose first

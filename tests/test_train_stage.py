@@ -49,6 +49,29 @@ def test_guidance_closes_the_gap_that_nearest_rounding_leaves(tmp_path):
     assert row["diag/own/gap_mean"] <= row["diag/rtn/gap_mean"] < row["diag/off/gap_mean"]
 
 
+@pytest.mark.parametrize("name", ["trace", "trace@ratio.old_policy=current", "trace_unpinned", "trace_anchored"])
+def test_several_updates_of_one_fresh_batch_move_away_from_the_old_policy(tmp_path, name):
+    """pi_old is the same whoever keeps it: the weights that sampled are those before the first update."""
+    config = tiny_config(training={"steps": 1, "updates_per_rollout": 3, "weight_decay": 1.0, "learning_rate": 0.02})
+    paths = tiny_run(tmp_path, config=config)
+    train.run(config, paths, method=load_method(METHODS / f"{name}.yaml"), seed=0)
+    row = json.loads((paths.train(name, 0) / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["log_ratio_abs"] > 0
+    if "@" in name:
+        train.run(config, paths, method=load_method(METHODS / "trace.yaml"), seed=0)
+        assert identical(policy(paths, name), policy(paths, "trace"))
+
+
+def test_scales_from_two_bits_are_counted_in_every_step(tmp_path):
+    config = tiny_config(training={"steps": 2})
+    paths = tiny_run(tmp_path, config=config)
+    for name, counted in (("trace@guidance.scale_bits=2", True), ("trace", False)):
+        train.run(config, paths, method=load_method(METHODS / f"{name}.yaml"), seed=0)
+        rows = [json.loads(line) for line in (paths.train(name, 0) / "metrics.jsonl").read_text().splitlines()]
+        assert all(("guidance_scales_uncertain" in row) == counted for row in rows)
+        assert all(0 <= row.get("guidance_scales_uncertain", 0) < 0.01 for row in rows)
+
+
 def test_a_run_is_identified_by_the_scales_it_uses(tmp_path):
     """In a format of its own they follow from calibrated magnitudes, which the file of MXFP4's scales (1) hides."""
     config = tiny_config(format="mxfp4")
@@ -110,9 +133,15 @@ def test_killed_and_continued_equals_uninterrupted(tmp_path, engine, staleness, 
         timed = ("seconds/", "quantize_s/", "tokens_per_s")
         return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
+    def made_by(paths: RunPaths) -> list[dict]:
+        return json.loads((paths.train(method, 0) / "metrics.json").read_text())["made_by"]
+
     assert rows(killed) == rows(whole)
     assert not identical(policy(whole, method), load_file(whole.checkpoint / "model.safetensors"))
-    assert (rows(whole)[-1]["log_ratio_abs"] > 0) == (method == "trace_anchored")  # log-probs that waited in the queue
+    assert (rows(whole)[-1]["log_ratio_abs"] > 0) == (staleness > 0)  # log-probs that waited in the queue
+    assert [made["from_step"] > 0 for made in made_by(killed)] == [False, True]
+    first = made_by(whole)
     again = subprocess.run(argv("whole"), check=True, capture_output=True, text=True)
     assert "all 8 steps are done" in again.stdout
+    assert made_by(whole) == first  # written again is not trained again
     assert identical(policy(killed, method), policy(whole, method))

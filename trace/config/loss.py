@@ -27,6 +27,11 @@ class GrpoLoss(Section):
         """The rollout's most probable tokens per position whose log-probs the loss needs; 0: only the sampled one."""
         return 0
 
+    @property
+    def uses_old_policy(self) -> bool:
+        """Whether pi_old of another version than the one in training makes a difference to the loss."""
+        return True
+
 
 class TbpoLoss(Section):
     """TBPO of QaRL (2604.07853): a sequence-level ratio, clipped on both sides where the advantage is negative."""
@@ -47,6 +52,11 @@ class TbpoLoss(Section):
         """0: the loss needs the sampled token only."""
         return 0
 
+    @property
+    def uses_old_policy(self) -> bool:
+        """True: pi_old is in the weight and in the clipped ratio."""
+        return True
+
 
 class ScoreCenteringLoss(Section):
     """Score centering (2609.20807): the weighted score function minus its mean under the rollout's distribution."""
@@ -64,6 +74,11 @@ class ScoreCenteringLoss(Section):
     def top_logprobs(self) -> int:
         """The rollout's most probable tokens per position whose log-probs the loss needs."""
         return self.top_k
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """False: the weight is pi_theta / pi_rollout."""
+        return False
 
 
 class TriageLoss(Section):
@@ -117,6 +132,11 @@ class TriageLoss(Section):
     def top_logprobs(self) -> int:
         """0: the loss needs the sampled token only."""
         return 0
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """True: pi_old is in the weight and in the clipped ratio."""
+        return True
 
 
 def _kind(value: Any) -> str:

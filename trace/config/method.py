@@ -57,9 +57,9 @@ class RatioSpec(Section):
     programs that round differently, and the clipped staleness ratio pi_theta / pi_old, for the policy that has moved.
     """
 
-    old_policy: Literal["current", "sampling"] = "current"
-    """pi_old: ``current``, the trainer's policy before this batch's first update, so that the weight carries the
-    staleness; ``sampling``, the version that sampled the batch, so that the clipped ratio carries it."""
+    old_policy: Literal["sampling", "current"] = "sampling"
+    """pi_old: ``sampling``, the version that sampled the batch, so that the clipped ratio carries the staleness;
+    ``current``, the trainer's policy before this batch's first update, so that the weight carries it."""
     mismatch: Literal["own", "rtn"] = "own"
     """Forward of pi_old in the mismatch weight: the method's own, or round to nearest without guidance."""
     staleness: Literal["own", "rtn", "bf16"] = "own"
@@ -121,6 +121,12 @@ class RlMethod(Section):
                     )
                 if {"k", "v"} & set(self.guidance.tensors) and not scopes.kv:
                     raise ValueError(f"method {self.name}: guidance of k, v needs {side}.kv: true; set it or drop k, v")
+            if "fc1" in self.guidance.tensors and self.rollout.residual != "none":
+                raise ValueError(
+                    f"method {self.name}: guidance of fc1 follows Q(X), and with rollout.residual: "
+                    f"{self.rollout.residual} the engine multiplies with more than that; set rollout.residual: none or "
+                    "drop fc1"
+                )
         if "rtn" in (self.ratio.mismatch, self.ratio.staleness) and not self.trainer.enabled:
             raise ValueError(
                 f"method {self.name}: a ratio of rtn forwards needs an FP4 trainer; set trainer or use own"

@@ -79,8 +79,8 @@ class TablesConfig(Section):
     """Training under staleness: each of these at all of ``staleness_levels`` and ``staleness_learning_rates``."""
     staleness_only: tuple[str, ...] = (
         "trace_anchored",
-        "qat@ratio.old_policy=sampling",
-        "trace@ratio.old_policy=sampling",
+        "qat@ratio.old_policy=current",
+        "trace@ratio.old_policy=current",
     )
     """Methods that are another one of the study where nothing is stale: at the levels above 0 only."""
     staleness_levels: tuple[int, ...] = Field(default=(0, 1, 3), min_length=1)

@@ -3,8 +3,8 @@
 The trainer computes its own scale code of every block; codes of positive E4M3 numbers are monotone, and the rollout's
 code is nearly always the same or one step away. So two low bits determine it: the rollout's code is the one nearest to
 the trainer's with those bits. Off by -1, 0 or +1 is recovered for certain. Off by 2 shows (the bits differ by 2) but
-its sign does not: +2 is taken, and the block is counted. Off by 3 or more is recovered wrongly and unnoticed; comparing
-with 8-bit scales (a diagnostic run) counts those too, see `recovery_failures`.
+its sign does not: +2 is taken, and the block is counted. Off by 3 or more is recovered wrongly and unnoticed; the
+diagnostic batches, recorded with 8-bit scales, count those too (`trace_rl.qat.collector`).
 """
 
 import torch
@@ -34,15 +34,15 @@ def pack_scales(block_scale: Tensor, scale_bits: int) -> Tensor:
 
 def recover_scales(
     packed: Tensor, scale_bits: int, sigma_train: Tensor, *, largest: int = LARGEST_E4M3
-) -> tuple[Tensor, int]:
-    """(the rollout's block scales uint8 [..., blocks], number of blocks known to be uncertain).
+) -> tuple[Tensor, Tensor | None]:
+    """(the rollout's block scales uint8 [..., blocks], bool [..., blocks]: known to be uncertain).
 
     sigma_train: the trainer's own scale codes, uint8 [..., blocks]. largest: the format's largest scale code. With 8
-    bits `packed` is returned and 0.
+    bits `packed` is returned and None: nothing was recovered.
     """
     _check(scale_bits)
     if scale_bits == 8:
-        return packed, 0
+        return packed, None
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)
     low = (packed.unsqueeze(-1) >> shifts).flatten(-2)[..., : sigma_train.shape[-1]] & 3
     own = sigma_train.to(torch.int16)
@@ -50,13 +50,7 @@ def recover_scales(
     recovered = own + delta
     # Four codes on or back where there is no such code: below 0, and the NaN beyond the largest.
     recovered = torch.where(recovered < 0, recovered + 4, torch.where(recovered > largest, recovered - 4, recovered))
-    return recovered.to(torch.uint8), int((delta == 2).sum())
-
-
-def recovery_failures(block_scale: Tensor, sigma_train: Tensor) -> int:
-    """How many of the rollout's block scales 2 recorded bits would not bring back exactly."""
-    recovered, _ = recover_scales(pack_scales(block_scale, 2), 2, sigma_train)
-    return int((recovered != block_scale).sum())
+    return recovered.to(torch.uint8), delta == 2
 
 
 def _check(scale_bits: int) -> None:

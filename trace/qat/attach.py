@@ -68,6 +68,8 @@ class Qat:
         """Wall seconds spent quantizing since the handle was made, K and V among the activations (CPU: kernels of an
         accelerator run after the clock has stopped). Without the FC2 inputs where the routed experts are one operator:
         it rounds them inside."""
+        self.recovered = {"blocks": 0, "uncertain": 0}
+        """Block scales recovered from two recorded bits since the handle was made, and those known to be uncertain."""
         self._state: ForwardState | None = None
         self._weights: dict[int, tuple[tuple[int, int, int], Tensor, Tensor]] = {}
         self._matrices: dict[int, tuple[tuple[int, ...], ExpertMatrices]] = {}
@@ -240,7 +242,10 @@ class Qat:
         planes, block_scale = state.layout.packed(state.rows, layer, tensor)
         if spec.scale_bits != 8:
             own_scale = fmt.block_scales(x, scale)
-            block_scale, detected = recover_scales(block_scale, spec.scale_bits, own_scale, largest=fmt.largest_scale)
+            block_scale, uncertain = recover_scales(block_scale, spec.scale_bits, own_scale, largest=fmt.largest_scale)
+            detected = int(uncertain[state.valid].sum())
+            self.recovered["uncertain"] += detected
+            self.recovered["blocks"] += int(state.valid.sum()) * uncertain.shape[-1]
             if state.collector is not None:
                 state.collector.on_scale_recovery(
                     layer=layer, tensor=tensor, recovered=block_scale, valid=state.valid, detected=detected

@@ -5,15 +5,24 @@ State is written to a temporary file, synced and renamed, so the last whole chec
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
+from trace_rl.environment import Commit, Machine
 from trace_rl.errors import UserError
 from trace_rl.rl.queue import StalenessQueue
+
+
+class MadeBy(TypedDict):
+    """Where some of a run's steps were trained."""
+
+    from_step: int
+    commit: Commit
+    machine: Machine
 
 
 @dataclass
@@ -28,6 +37,8 @@ class TrainState:
     """Sampled, not yet trained trajectories and the data cursor (the index of the last batch)."""
     rng: torch.Tensor
     """PyTorch's CPU generator."""
+    made_by: list[MadeBy] = field(default_factory=list)
+    """The processes that trained these steps, in order."""
 
 
 def sync_directory(path: Path) -> None:

@@ -6,9 +6,10 @@ A token sampled in FP4 by policy version v and trained on by version theta >= v 
                              mismatch weight        staleness ratio
                              truncated, detached    clipped, carries the gradient
 
-``old_policy: current`` takes pi_old from the weights before the batch's first update (decoupled PPO, 2505.24298): the
-weight holds mismatch and staleness together. ``sampling`` takes it from version v: the weight holds only that two
-programs round differently, the clipped ratio holds that the policy moved.
+``old_policy: sampling`` takes pi_old from version v, as GRPO and PPO do: the weight holds only that two programs round
+differently, the clipped ratio holds that the policy moved. ``current`` takes it from the weights before the batch's
+first update (decoupled PPO, 2505.24298): the weight holds mismatch and staleness together, and a batch that is trained
+once has nothing to clip. Where nothing is stale both are the same.
 
 Guidance pins the trainer's codes to the rollout's, so a guided log-prob of a *later* version still looks like the
 rollout's: the ratio of two guided forwards, or of a guided one and the rollout, hardly sees the policy move. So either
@@ -25,6 +26,10 @@ from trace_rl.config.method import RatioSpec
 from trace_rl.config.training import TrainingConfig
 from trace_rl.qat.context import Mode
 
+LOG_RATIO_BOUND = 20.0
+"""Far outside every clip range; an overflowing ratio would make the clipped side's gradient 0 * inf, and so NaN that of
+the whole update."""
+
 
 @dataclass(frozen=True)
 class Ratios:
@@ -36,23 +41,23 @@ class Ratios:
     from_sampling: bool
     """pi_old is computed when a batch is sampled, and waits with it in the queue."""
     from_current: bool
-    """pi_old is that of the weights before the batch's first update."""
+    """pi_old is computed before the batch's first update, of several. With neither, pi_old is pi_theta."""
 
     @classmethod
-    def of(cls, spec: RatioSpec, *, mode: Mode, training: TrainingConfig) -> "Ratios":
-        """The ratios of a method whose own forward is ``mode``.
+    def of(cls, spec: RatioSpec, *, mode: Mode, training: TrainingConfig, uses_old: bool = True) -> "Ratios":
+        """The ratios of a method whose own forward is ``mode``; ``uses_old``: its loss knows a pi_old.
 
         A batch that is trained on once, by the version that sampled it, has pi_old = pi_theta whatever the spec says,
         and needs no log-probs kept.
         """
-        moves = training.staleness > 0 or training.updates_per_rollout > 1
-        sampling = spec.old_policy == "sampling" and moves
+        stale, several = training.staleness > 0, training.updates_per_rollout > 1
+        sampling = uses_old and spec.old_policy == "sampling" and (stale or several)
         return cls(
             own=mode,
             mismatch=mode if spec.mismatch == "own" else spec.mismatch,
             staleness={"own": mode, "rtn": "rtn", "bf16": "off"}[spec.staleness],
             from_sampling=sampling,
-            from_current=not sampling,
+            from_current=uses_old and several and not sampling,
         )
 
     def forwards(self, *, has_old: bool) -> tuple[Mode, ...]:
@@ -64,4 +69,5 @@ class Ratios:
         through = logprobs - logprobs.detach()
         if old is None:
             return through.exp()
-        return (now[self.staleness] - old[self.staleness] + through).exp()
+        moved = (now[self.staleness] - old[self.staleness]).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return (moved + through).exp()

@@ -7,6 +7,8 @@ that as many steps in a row reached, or an update of the last steps had a gradie
 import statistics
 from collections.abc import Iterable
 
+from trace_rl.models.checkpoint_io import finite_or_none
+
 COLLAPSE_RATIO = 0.5
 REWARD_WINDOW = 10
 """Steps at either end whose mean reward counts; fewer in a run of less than ten times as many."""
@@ -25,7 +27,10 @@ def best_mean(rows: list[dict[str, float]], *, window: int) -> float:
 
 
 def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
-    """Reward at both ends, gap, codeword mismatch, guidance bytes and median seconds per phase."""
+    """Reward at both ends, gap, codeword mismatch, guidance bytes and median seconds per phase.
+
+    Numbers that a diverging run left NaN or infinite are null: its page is still to be written.
+    """
     window = min(REWARD_WINDOW, max(1, len(rows) // 10))
     start, end = mean_of(rows[:window], "reward"), mean_of(rows[-window:], "reward")
     best = best_mean(rows, window=window)
@@ -33,7 +38,7 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
     skipped_lately = skipped[-1] > (skipped[-window - 1] if len(rows) > window else 0.0)
     phases = sorted({key for row in rows for key in row if key.startswith("seconds/")})
     diagnostics = sorted({key for row in rows for key in row if key.startswith("diag/")})
-    return {
+    summary = {
         "steps": len(rows),
         "reward_start": start,
         "reward_end": end,
@@ -47,6 +52,7 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
         "codeword_mismatch": mean_of(rows, "diag/own/mismatch"),
         "adjacent_share": mean_of(rows, "diag/rtn/adjacent"),
         "guidance_bytes_per_token": mean_of(rows, "guidance_bytes_per_token") or 0.0,
+        "guidance_scales_uncertain": mean_of(rows, "guidance_scales_uncertain"),
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
         "step_s": {
             key.removeprefix("seconds/"): statistics.median(row[key] for row in rows if key in row) for key in phases
@@ -57,3 +63,4 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
         "diagnostics": {key: mean_of(rows, key) for key in diagnostics},
         "collapsed": end < COLLAPSE_RATIO * best or skipped_lately,
     }
+    return finite_or_none(summary)

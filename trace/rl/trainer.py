@@ -10,6 +10,7 @@ Every random choice is a function of (seed, step, prompt, sample): a resumed run
 forwards the importance ratios compare is the method's `RatioSpec` (`trace_rl.rl.ratios`).
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,7 +122,7 @@ class Trainer:
         self.seed = seed
         self.layout = None if method.guidance is None else self.record_layout(method.guidance)
         self.mode: Mode = "guided" if method.guidance else "rtn" if method.trainer.enabled else "off"
-        self.ratios = Ratios.of(method.ratio, mode=self.mode, training=training)
+        self.ratios = Ratios.of(method.ratio, mode=self.mode, training=training, uses_old=method.loss.uses_old_policy)
         self.optimizer = MasterAdamW(
             model,
             learning_rate=training.learning_rate,
@@ -145,6 +146,7 @@ class Trainer:
         """Run one step; returns its metrics under flat names."""
         watch = Stopwatch()
         started = time.perf_counter()
+        before, recovered = dict(self.qat.seconds), dict(self.qat.recovered)
         while self.queue.missing():
             self.queue.push(self.roll_out(self.next_batch_index(), watch=watch))
         popped = self.queue.pop(policy_version=self.step_index)
@@ -157,12 +159,14 @@ class Trainer:
         reward = torch.tensor(rewards)
         metrics |= describe_rollout(trajectories, rewards=reward, groups=groups)
         advantages = group_advantages(reward, groups, std=self.training.advantage_std)
-        before = dict(self.qat.seconds)
         metrics |= self.update(
             StepInput(trajectories, rewards=reward, advantages=advantages, groups=groups, old=popped.old), watch=watch
         )
-        # Part of the training forward, so not a phase of its own.
+        # Part of the trainer's forwards, those of pi_old included, so not a phase of its own.
         metrics |= {f"quantize_s/{part}": self.qat.seconds[part] - before[part] for part in before}
+        blocks = self.qat.recovered["blocks"] - recovered["blocks"]
+        if blocks:
+            metrics["guidance_scales_uncertain"] = (self.qat.recovered["uncertain"] - recovered["uncertain"]) / blocks
         self.step_index += 1
         with watch.phase("refit"):
             self.engine.load_policy(self.policy_tensors(), self.step_index)
@@ -211,11 +215,11 @@ class Trainer:
         """All optimizer steps of one rollout batch."""
         parts = split_by_prompt(data.groups, parts=self.training.updates_per_rollout)
         old = data.old
-        if self.ratios.from_current and len(parts) > 1:
+        if self.ratios.from_current:
             with watch.phase("old_logprobs"):
                 old = self.old_logprobs(data.trajectories)
         totals = Totals()
-        metrics: dict[str, float] = {}
+        updates: list[dict[str, float]] = []
         for part in parts:
             part_tokens = sum(data.trajectories[i].logprobs.numel() for i in part)
             for start in range(0, len(part), self.training.micro_batch_sequences):
@@ -234,7 +238,8 @@ class Trainer:
                     self.optimizer.accumulate()
                 totals.add(inputs, entropy=entropy, counts={"clipped": loss.clipped, **loss.counts})
             with watch.phase("optimizer"):
-                metrics |= self.optimizer.step()
+                updates.append(self.optimizer.step())
+        metrics = updates[-1] | {"grad_norm": statistics.fmean(update["grad_norm"] for update in updates)}
         metrics |= totals.metrics(cap=self.method.loss.tis_cap)
         metrics["replayed_fraction"] = self.qat.replayed_fraction if self.method.router_replay == "r3" else 0.0
         if self.layout is not None:

@@ -8,7 +8,7 @@ writes its outputs.
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,12 +106,20 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: in
     ) as tracker:
         tracker.log_params({"method": method.model_dump(mode="json")})
         model = AutoModelForCausalLM.from_pretrained(paths.checkpoint, dtype=torch.bfloat16)
+        made_by = [] if state is None else list(state.made_by)
         if state is not None and state.step == config.training.steps:
             print(f"{this.name}: all {state.step} steps are done; writing the outputs again")
             checkpoint.restore_weights(model, state)
         else:
-            train(this, model=model, state=state, log=log, tracker=tracker)
-        summary = publish(this, model=model, log=log)
+            made_by.append(
+                checkpoint.MadeBy(
+                    from_step=0 if state is None else state.step,
+                    commit=environment.commit(),
+                    machine=environment.machine(),
+                )
+            )
+            train(this, model=model, state=state, log=log, tracker=tracker, made_by=made_by)
+        summary = publish(this, model=model, log=log, made_by=made_by)
         tracker.log_metrics({key: value for key, value in summary.items() if isinstance(value, int | float)})
         tracker.log_artifact(paths.train(method.name, seed) / "metrics.jsonl")
 
@@ -123,6 +131,7 @@ def train(
     state: checkpoint.TrainState | None,
     log: MetricsLog,
     tracker: tracking.StageRun,
+    made_by: list[checkpoint.MadeBy],
 ) -> None:
     """Run the remaining steps on ``model``."""
     validate_checkpoint(this.paths.checkpoint, quant=this.rollout_quant)
@@ -141,7 +150,7 @@ def train(
         log.truncate(steps=trainer.step_index)
         tracker.log_step_metrics(log.rows())  # those a kill kept from MLflow; stored steps are skipped
         engine.load_policy(trainer.policy_tensors(), trainer.step_index)
-        loop(this, trainer=trainer, tokenizer=tokenizer, log=log, tracker=tracker)
+        loop(this, trainer=trainer, tokenizer=tokenizer, log=log, tracker=tracker, made_by=made_by)
     finally:
         engine.close()
 
@@ -181,6 +190,7 @@ def loop(
     tokenizer: PreTrainedTokenizerBase,
     log: MetricsLog,
     tracker: tracking.StageRun,
+    made_by: list[checkpoint.MadeBy],
 ) -> None:
     """Steps, diagnostics, checkpoints, progress."""
     training = trainer.training
@@ -203,7 +213,8 @@ def loop(
             pending.append(row)
             progress.update(bar, advance=1, reward=row["reward"], gap=row["gap_mean"], rate=row["tokens_per_s"])
             if trainer.step_index % training.checkpoint_every == 0 or trainer.step_index == training.steps:
-                checkpoint.save(this.state_file, trainer.snapshot(), identity=this.identity)
+                state = replace(trainer.snapshot(), made_by=made_by)
+                checkpoint.save(this.state_file, state, identity=this.identity)
                 tracker.log_step_metrics(pending)
                 tracker.log_text(sample_table(this, trainer, tokenizer), f"samples/step{trainer.step_index:05d}.txt")
                 pending = []
@@ -248,7 +259,9 @@ def run_identity(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod,
     )
 
 
-def publish(this: TrainRun, *, model: PreTrainedModel, log: MetricsLog) -> dict[str, object]:
+def publish(
+    this: TrainRun, *, model: PreTrainedModel, log: MetricsLog, made_by: list[checkpoint.MadeBy]
+) -> dict[str, object]:
     """Write the declared outputs: the policy as a Hugging Face checkpoint, the metrics; returns the summary."""
     out = this.paths.train(this.method.name, this.seed)
     temporary = out.with_name(out.name + ".tmp")
@@ -264,7 +277,7 @@ def publish(this: TrainRun, *, model: PreTrainedModel, log: MetricsLog) -> dict[
         "method": this.method.name,
         "seed": this.seed,
         **summarize(log.rows()),
-        "environment": {"commit": environment.commit(), "machine": environment.machine()},
+        "made_by": made_by,
     }
     (temporary / "metrics.json").write_text(json.dumps(summary, indent=1) + "\n")
     out.mkdir(parents=True, exist_ok=True)

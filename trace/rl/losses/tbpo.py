@@ -16,8 +16,8 @@ Where this departs from the source, or METHOD.md leaves it open:
   does not.
 
 With one update per rollout and no staleness pi_old is pi_theta: s = 1, nothing is clipped, and what is left is the
-policy gradient with weights capped at 2. The band is live with several updates per rollout, or stale batches and
-``ratio.old_policy: sampling``. It is as narrow as long responses need: the mean over few tokens leaves it sooner.
+policy gradient with weights capped at 2. The band is live with several updates per rollout or stale batches. It is as
+narrow as long responses need: the mean over few tokens leaves it sooner.
 """
 
 import torch
