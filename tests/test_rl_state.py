@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from trace_rl.rl.optimizer import MasterAdamW
 from trace_rl.rl.prompts import PromptStream
 from trace_rl.rl.queue import QueuedBatch, StalenessQueue
 from trace_rl.rl.summary import summarize
-from trace_rl.rl.trainer import split_by_prompt
+from trace_rl.rl.trainer import Trainer, split_by_prompt
 from trace_rl.trajectory import RolloutBatch, Trajectory
 
 
@@ -236,3 +237,12 @@ def test_an_update_without_a_finite_gradient_is_left_out_and_counted():
     )
     other.load_state_dict(optimizer.state_dict())
     assert other.nonfinite_gradients == 1
+
+
+def test_micro_batches_hold_sequences_of_like_length():
+    lengths = (9, 3, 7, 5, 8, 4)
+    made = [trajectory(tokens=tokens, prompt_len=2) for tokens in lengths]
+    stub = SimpleNamespace(training=TrainingConfig(micro_batch_sequences=2))
+    batches = Trainer.micro_batches(stub, made, range(6))
+    assert [[lengths[i] for i in rows] for rows in batches] == [[3, 4], [5, 7], [8, 9]]
+    assert [[lengths[i] for i in rows] for rows in Trainer.micro_batches(stub, made, [4, 0, 1])] == [[3, 8], [9]]

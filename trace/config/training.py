@@ -16,7 +16,7 @@ class TrainingConfig(Section):
     """Responses per prompt: the group of the group-relative advantage."""
     updates_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps per rollout batch; the batch is split by prompts."""
-    micro_batch_sequences: int = Field(default=128, ge=1)
+    micro_batch_sequences: int = Field(default=64, ge=1)
     """Sequences of one forward and backward pass; gradients accumulate over the batch."""
     learning_rate: float = Field(default=3e-4, gt=0.0)
     """Peak AdamW learning rate."""

@@ -12,7 +12,7 @@ forwards the importance ratios compare is the method's `RatioSpec` (`trace_rl.rl
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -222,8 +222,7 @@ class Trainer:
         updates: list[dict[str, float]] = []
         for part in parts:
             part_tokens = sum(data.trajectories[i].logprobs.numel() for i in part)
-            for start in range(0, len(part), self.training.micro_batch_sequences):
-                rows = part[start : start + self.training.micro_batch_sequences]
+            for rows in self.micro_batches(data.trajectories, part):
                 with watch.phase("transfer"):
                     batch = pack([data.trajectories[i] for i in rows], pad_id=self.pad_id)
                 with watch.phase("train_forward"):
@@ -296,13 +295,20 @@ class Trainer:
     @torch.no_grad()
     def old_logprobs(self, trajectories: list[Trajectory]) -> dict[Mode, list[Tensor]]:
         """Log-probs of every trajectory's response under the present weights, in each forward the ratios compare."""
-        result: dict[Mode, list[Tensor]] = {mode: [] for mode in self.ratios.forwards(has_old=True)}
-        for start in range(0, len(trajectories), self.training.micro_batch_sequences):
-            rows = trajectories[start : start + self.training.micro_batch_sequences]
-            batch = pack(rows, pad_id=self.pad_id)
-            for mode, logprobs in result.items():
-                logprobs += self.forward(batch, mode=mode)[0].split([t.logprobs.numel() for t in rows])
-        return result
+        found: dict[Mode, dict[int, Tensor]] = {mode: {} for mode in self.ratios.forwards(has_old=True)}
+        for rows in self.micro_batches(trajectories, range(len(trajectories))):
+            chosen = [trajectories[i] for i in rows]
+            batch = pack(chosen, pad_id=self.pad_id)
+            for mode, by_row in found.items():
+                parts = self.forward(batch, mode=mode)[0].split([t.logprobs.numel() for t in chosen])
+                by_row.update(zip(rows, parts, strict=True))
+        return {mode: [by_row[i] for i in range(len(trajectories))] for mode, by_row in found.items()}
+
+    def micro_batches(self, trajectories: Sequence[Trajectory], rows: Iterable[int]) -> list[list[int]]:
+        """``rows`` in micro-batches of sequences of like length: in a padded batch each costs what the longest does."""
+        ordered = sorted(rows, key=lambda i: trajectories[i].num_tokens)
+        size = self.training.micro_batch_sequences
+        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
     def policy_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The BF16 policy under Hugging Face names."""
