@@ -208,6 +208,8 @@ def test_every_key_has_a_meaning():
         ({"checkpoint": {"source": "ftp"}}, "checkpoint"),
         ({"checkpoint": {"model": {"hidden_size": 100}, "source": "cold_start"}}, "multiple of the block size 16"),
         ({"sampling": {"max_new_tokens": 999}}, "raise max_model_len"),
+        ({"training": {"problems": "sum"}}, "data.source generated has math and code"),
+        ({"training": {"problems": "math"}, "data": {"source": "packaged"}}, "data.source packaged has sum"),
         ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0"),
         ({"training": {"staleness": 9}}, "raise max_version_diff or lower staleness"),
         ({"suite": {"seeds": [1, 1]}}, "suite.seeds [1, 1] names a seed twice"),

@@ -35,6 +35,7 @@ from trace_rl.report.labels import base, label, without
 from trace_rl.report.sections.accuracy import accuracy_table
 from trace_rl.report.sections.losses import loss_activity
 from trace_rl.report.sections.ratios import ratio_blocks
+from trace_rl.report.sections.stability import by_length, stability_grid, stability_table
 from trace_rl.report.sections.tables import against_base
 from trace_rl.report.sections.time import own_seconds
 from trace_rl.report.target_page import build_target
@@ -240,6 +241,20 @@ def test_the_stability_map_says_with_which_length_it_was_evaluated():
     config = parse_experiment({"evaluate": {"max_new_tokens": 33}}, source="test")
     context = a_context(config, target_names(config, "stability"))
     assert "answers of up to 33 tokens" in section_text(context, "stability", "Stability")
+
+
+def test_the_stability_map_shows_the_answers_it_was_trained_on(config):
+    names = target_names(config, "stability")
+    context = a_context(config, names, num_steps=12)
+    for name, seeds in context.summary["methods"].items():
+        for found in seeds.values():
+            found |= {"response_length": 38.0 if "code" in name else 25.0, "truncated_responses": 0.02}
+    (points,) = {tuple(sorted(by)) for by in stability_grid(context).values()}
+    assert {point[1] for point in points} == {"math", "code"}
+    for method in stability_grid(context).values():
+        assert by_length(context, method) == {"math": 25.0, "code": 38.0}
+    row = stability_table(context, stability_grid(context)).rows[0]
+    assert row[2].startswith("programs") and row[3].startswith("38.0") and row[4].startswith("2.0")
 
 
 def test_the_stability_map_says_whether_trace_widens_the_region(config):

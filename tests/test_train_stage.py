@@ -161,3 +161,16 @@ def test_how_a_batch_is_cut_does_not_change_what_it_teaches(tmp_path):
         ]
         ratios.append([row["log_ratio_abs"] for row in rows])
     assert ratios[0] == pytest.approx(ratios[1], rel=0.05, abs=1e-6) and ratios[0][-1] > 0
+
+
+def test_a_run_may_train_on_problems_of_one_kind(tmp_path):
+    config = tiny_config(training={"steps": 1, "problems": "code"})
+    paths = tiny_run(tmp_path, config=config)
+    problems = train.rl_problems(paths, kind="code")
+    assert {problem.kind for problem in problems} == {"code"}
+    assert len(problems) + len(train.rl_problems(paths, kind="math")) == len(train.rl_problems(paths, kind=None))
+    method = load_method(METHODS / "bf16.yaml")
+    whole = config.model_copy(update={"training": config.training.model_copy(update={"problems": None})})
+    assert train.run_identity(config, paths, method=method, seed=0) != train.run_identity(
+        whole, paths, method=method, seed=0
+    )

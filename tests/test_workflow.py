@@ -49,7 +49,7 @@ PAPER = {
     "stability": {
         "methods": ["qat"],
         "learning_rates": [0.0003, 0.001],
-        "max_new_tokens": [48],
+        "problems": [None],
         "updates_per_rollout": [1, 4],
         "steps": 50,
         "seeds": [5],

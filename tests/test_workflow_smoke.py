@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import FileInfo
 
 from trace_rl.config.load import load_experiment
 from trace_rl.config.paths import RunPaths
+from trace_rl.config.targets import PAPER, STABILITY, target_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,10 +69,11 @@ def test_the_whole_workflow(tmp_path: Path) -> None:
     assert "policy" in {model.name for model in client.search_logged_models(experiment_ids)}
 
     assert "Nothing to be done" in snakemake(tmp_path)
+    two_tables_on_top(tmp_path, paths=paths, client=client)
     the_paper_on_top(tmp_path, paths=paths, client=client)
 
 
-def the_paper_on_top(folder: Path, *, paths: RunPaths, client: MlflowClient) -> None:
+def two_tables_on_top(folder: Path, *, paths: RunPaths, client: MlflowClient) -> None:
     """Two tables at once, with a variant, on the runs of the core suite, which stay; the same curves for all."""
     variant = "trace@guidance.tensors=k,v"
     before = {path: path.stat().st_mtime_ns for path in paths.base.glob("train/*/seed0/metrics.json")}
@@ -94,3 +97,30 @@ def the_paper_on_top(folder: Path, *, paths: RunPaths, client: MlflowClient) -> 
     curves = set.intersection(*(set(run.data.metrics) for run in runs))
     assert {"reward", "gap_mean", "entropy", "tokens_per_s"} <= curves
     assert "Nothing to be done" in snakemake(folder, "table1", "storage")
+
+
+def the_paper_on_top(folder: Path, *, paths: RunPaths, client: MlflowClient) -> None:
+    """Every table, figure and analysis on one page, and the map of stability; then nothing is left to do."""
+    before = {path: path.stat().st_mtime_ns for path in paths.base.glob("train/*/seed0/metrics.json")}
+    snakemake(folder, PAPER, STABILITY)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    experiment = load_experiment(ROOT / "config/smoke.yaml")
+    summary = json.loads((paths.target_report(PAPER) / "summary.json").read_text())
+    assert list(summary["methods"]) == list(target_names(experiment, PAPER))
+    page = (paths.target_report(PAPER) / "index.html").read_text()
+    for title in ("Table 1", "Table 4", "Table 5", "Table 6", "Table 7", "Where the gap comes from", "Staleness"):
+        assert title in page
+    assert paths.gap_sources(0).is_file() and paths.ratio(0).is_file()
+    assert {path.stem for path in paths.parity("nvfp4").parent.glob("*.json")} == {"nvfp4", "mxfp4"}
+    assert "Stable cells" in (paths.target_report(STABILITY) / "index.html").read_text()
+
+    ids = [found.experiment_id for found in client.search_experiments()]
+    (made,) = client.search_runs(ids, f"tags.rule = 'tables' and tags.`wildcard.target` = '{PAPER}'")
+    assert {"index.html", "report.md"} <= {Path(item.path).name for item in listed(client, made.info.run_id)}
+    assert "Nothing to be done" in snakemake(folder, PAPER, STABILITY)
+
+
+def listed(client: MlflowClient, run_id: str, path: str | None = None) -> list[FileInfo]:
+    """All artifacts of a run."""
+    found = client.list_artifacts(run_id, path)
+    return [item for entry in found for item in (listed(client, run_id, entry.path) if entry.is_dir else [entry])]

@@ -11,7 +11,10 @@ from trace_rl.config.checkpoint import CheckpointConfig, ColdStart
 from trace_rl.config.quant import FormatChoice, QuantSpec
 from trace_rl.config.rollout import EngineConfig, SamplingConfig
 from trace_rl.config.tables import StabilityConfig, TablesConfig
-from trace_rl.config.training import TrainingConfig
+from trace_rl.config.training import ProblemKind, TrainingConfig
+
+KINDS_OF: dict[str, tuple[ProblemKind, ...]] = {"generated": ("math", "code"), "packaged": ("sum",)}
+"""Kinds of RL problems by source."""
 
 
 class DataConfig(Section):
@@ -175,6 +178,12 @@ class ExperimentConfig(Section):
             raise ValueError(
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"engine.max_model_len {self.engine.max_model_len}; raise max_model_len"
+            )
+        kinds = KINDS_OF[self.data.source]
+        if self.training.problems not in (None, *kinds):
+            raise ValueError(
+                f"training.problems {self.training.problems}: data.source {self.data.source} has "
+                f"{' and '.join(kinds)}; choose one of them, or null for all"
             )
         if not self.suite.methods or not self.suite.seeds:
             raise ValueError("suite.methods and suite.seeds must not be empty")

@@ -15,6 +15,7 @@ from trace_rl.config.quant import (
     ResidualKind,
     check_residual,
 )
+from trace_rl.config.training import ProblemKind
 from trace_rl.errors import UserError
 
 NAME = r"^[a-z][a-z0-9_]*(@[a-zA-Z0-9_.,=+-]+)?$"
@@ -80,6 +81,8 @@ class TrainingOverrides(Section):
     """Optimizer steps per rollout batch."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest response in tokens."""
+    problems: ProblemKind | None = None
+    """Kind of the RL problems to train on."""
 
 
 class RlMethod(Section):

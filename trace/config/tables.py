@@ -6,6 +6,7 @@ The staleness study and the stability map name methods and a grid; `trace_rl.con
 from pydantic import Field
 
 from trace_rl.config.base import Section
+from trace_rl.config.training import ProblemKind
 
 
 class TablesConfig(Section):
@@ -98,8 +99,8 @@ class StabilityConfig(Section):
     """Methods of the map."""
     learning_rates: tuple[float, ...] = Field(default=(3e-4, 1e-3, 3e-3), min_length=1)
     """Peak learning rates."""
-    max_new_tokens: tuple[int, ...] = Field(default=(48, 96), min_length=1)
-    """Longest responses in tokens."""
+    problems: tuple[ProblemKind | None, ...] = Field(default=("math", "code"), min_length=1)
+    """Kinds of problems to train on, for the length of their answers (25 and 38 tokens); null takes all."""
     updates_per_rollout: tuple[int, ...] = Field(default=(1, 4), min_length=1)
     """Optimizer steps per rollout batch."""
     steps: int | None = Field(default=60, ge=1)

@@ -48,7 +48,7 @@ ANALYSES = {"gap_sources": ("mismatch", PAPER), "ratio": ("staleness", PAPER)}
 ANALYSED = "trace"
 """The method whose trained policy the sources of the gap are measured on, beside the policy before RL."""
 
-Change = int | float | None
+Change = int | float | str | None
 
 
 def core_seeds(config: ExperimentConfig) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ def _stability(config: ExperimentConfig) -> list[str]:
     stability = config.stability
     grid: dict[str, Sequence[Change]] = {
         "learning_rate": stability.learning_rates,
-        "max_new_tokens": stability.max_new_tokens,
+        "problems": stability.problems,
         "updates_per_rollout": stability.updates_per_rollout,
         "steps": (stability.steps,),
     }

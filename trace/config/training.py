@@ -1,8 +1,13 @@
 """The RL step: GRPO with truncated importance weights (METHOD.md section 5). One setting for every method."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from trace_rl.config.base import Section
+
+ProblemKind = Literal["math", "code", "sum"]
+"""``math``: arithmetic chains, ``code``: small programs, both of the generated data; ``sum``: of the packaged data."""
 
 
 class TrainingConfig(Section):
@@ -14,6 +19,8 @@ class TrainingConfig(Section):
     """Prompts of one rollout batch."""
     samples_per_prompt: int = Field(default=8, ge=2)
     """Responses per prompt: the group of the group-relative advantage."""
+    problems: ProblemKind | None = None
+    """Kind of the RL problems to train on; null takes all. Answers to ``code`` are the longer ones, by half."""
     updates_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps per rollout batch; the batch is split by prompts."""
     micro_batch_sequences: int = Field(default=64, ge=1)

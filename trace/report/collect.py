@@ -24,6 +24,8 @@ TRAIN_KEYS = (
     "logprob_gap_max",
     "codeword_mismatch",
     "adjacent_share",
+    "response_length",
+    "truncated_responses",
     "guidance_bytes_per_token",
     "guidance_scales_uncertain",
     "step_s",

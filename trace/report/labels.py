@@ -30,6 +30,7 @@ WORDS: dict[str, Callable[[str], str]] = {
     "training.staleness": lambda value: f"staleness {value}",
     "training.learning_rate": lambda value: f"lr {float(value):g}",
     "training.updates_per_rollout": lambda value: f"{value} update{'' if value == '1' else 's'} per rollout",
+    "training.problems": lambda value: {"math": "chains only", "code": "programs only"}.get(value, value),
     "training.max_new_tokens": lambda value: f"{value} tokens",
     "training.steps": lambda value: f"{value} steps",
 }

@@ -51,6 +51,8 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, object]:
         "logprob_gap_max": max(row["gap_max"] for row in rows),
         "codeword_mismatch": mean_of(rows, "diag/own/mismatch"),
         "adjacent_share": mean_of(rows, "diag/rtn/adjacent"),
+        "response_length": mean_of(rows, "response_length"),
+        "truncated_responses": mean_of(rows, "truncated_responses"),
         "guidance_bytes_per_token": mean_of(rows, "guidance_bytes_per_token") or 0.0,
         "guidance_scales_uncertain": mean_of(rows, "guidance_scales_uncertain"),
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),

@@ -24,6 +24,7 @@ from trace_rl.config.overrides import with_overrides
 from trace_rl.config.paths import RunPaths
 from trace_rl.config.quant import QuantSpec
 from trace_rl.config.stages import code_digest, method_json
+from trace_rl.config.training import ProblemKind
 from trace_rl.models.checkpoint_io import validate_checkpoint
 from trace_rl.qat.attach import attach
 from trace_rl.rl import checkpoint
@@ -92,7 +93,7 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: in
         method=method,
         seed=seed,
         identity=run_identity(config, paths, method=method, seed=seed),
-        problems=read_jsonl(paths.data / "rl.jsonl"),
+        problems=rl_problems(paths, kind=config.training.problems),
     )
     log = MetricsLog(this.state_dir / "metrics.jsonl")
     state = checkpoint.load(this.state_file, identity=this.identity)
@@ -122,6 +123,11 @@ def run(config: ExperimentConfig, paths: RunPaths, *, method: RlMethod, seed: in
         summary = publish(this, model=model, log=log, made_by=made_by)
         tracker.log_metrics({key: value for key, value in summary.items() if isinstance(value, int | float)})
         tracker.log_artifact(paths.train(method.name, seed) / "metrics.jsonl")
+
+
+def rl_problems(paths: RunPaths, *, kind: ProblemKind | None) -> list[Problem]:
+    """The RL data set, or its problems of one kind."""
+    return [problem for problem in read_jsonl(paths.data / "rl.jsonl") if kind in (None, problem.kind)]
 
 
 def train(

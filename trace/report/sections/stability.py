@@ -1,8 +1,11 @@
 """Where training collapses: learning rate x answer length x updates per rollout, a map for every method.
 
-A cell is stable when none of its seeds collapsed. The page says whether TRACE widens the stable region, whichever way.
+Answer length is that of the problems trained on: programs take longer answers than chains. A cell is stable when none
+of its seeds collapsed. The page says whether TRACE widens the stable region, whichever way.
 """
 
+import math
+import statistics
 from collections.abc import Sequence
 
 from trace_rl.config.targets import STABILITY, target_names
@@ -14,11 +17,13 @@ from trace_rl.report.figures.maps import Grid, heat_maps
 from trace_rl.report.labels import changes, without
 from trace_rl.report.sections.dynamics import reward_area
 
-RATE, LENGTH, UPDATES = "training.learning_rate", "training.max_new_tokens", "training.updates_per_rollout"
-FREE = (RATE, LENGTH, UPDATES, "training.steps")
+RATE, PROBLEMS, UPDATES = "training.learning_rate", "training.problems", "training.updates_per_rollout"
+FREE = (RATE, PROBLEMS, UPDATES, "training.steps")
+KINDS = {"math": "chains", "code": "programs"}
+"""Kinds of problems in words; others as they are."""
 
-Point = tuple[float, int, int]
-"""Learning rate, answer length, updates per rollout."""
+Point = tuple[float, str, int]
+"""Learning rate, kind of the problems (their answers differ in length), updates per rollout."""
 
 
 def stability(context: Context) -> Section:
@@ -33,13 +38,13 @@ def stability(context: Context) -> Section:
 
 def stability_grid(context: Context) -> dict[str, dict[Point, str]]:
     """{method in words: {point: name of the run}}."""
-    training, sampling = context.config.training, context.config.sampling
+    training = context.config.training
     grid: dict[str, dict[Point, str]] = {}
     for name in context.run_of(target_names(context.config, STABILITY)):
         varied = changes(name)
         point = (
             float(varied.get(RATE, training.learning_rate)),
-            int(varied.get(LENGTH, sampling.max_new_tokens)),
+            varied.get(PROBLEMS, training.problems or "all"),
             int(varied.get(UPDATES, training.updates_per_rollout)),
         )
         grid.setdefault(without(name, *FREE), {})[point] = name
@@ -90,16 +95,20 @@ def stability_map(context: Context, grid: dict[str, dict[Point, str]]) -> Figure
     for method, points in grid.items():
         for updates in sorted({point[2] for point in points}):
             rates = sorted({point[0] for point in points})
-            lengths = sorted({point[1] for point in points})
+            kinds = by_length(context, points)
             values: list[list[float | None]] = []
             texts: list[list[str]] = []
-            for length in lengths:
-                cells = [points.get((rate, length, updates)) for rate in rates]
+            for kind in kinds:
+                cells = [points.get((rate, kind, updates)) for rate in rates]
                 areas = [estimate(reward_area(context, name)) if name else None for name in cells]
                 values.append([area.mean if area else None for area in areas])
                 texts.append([cell_text(context, name) if name else "" for name in cells])
             title = f"{method}, {updates} update{'s' if updates > 1 else ''} per rollout"
-            grids[title] = ([f"{length} tokens" for length in lengths], [f"{rate:g}" for rate in rates], values, texts)
+            labels = [
+                KINDS.get(kind, kind) + ("" if math.isnan(length) else f", {length:.0f} tokens")
+                for kind, length in kinds.items()
+            ]
+            grids[title] = (labels, [f"{rate:g}" for rate in rates], values, texts)
     svg = heat_maps(grids, xlabel="learning rate", ylabel="", height=1.9)
     if svg is None:
         return None
@@ -111,10 +120,21 @@ def stability_map(context: Context, grid: dict[str, dict[Point, str]]) -> Figure
     return Figure("stability", svg, caption)
 
 
+def by_length(context: Context, points: dict[Point, str]) -> dict[str, float]:
+    """Mean length of the responses trained on, tokens, by kind of problem, ascending; NaN where no run says."""
+    found: dict[str, float] = {}
+    for kind in {point[1] for point in points}:
+        runs = [name for point, name in points.items() if point[1] == kind]
+        lengths = [estimate(trained(context.summary, name, "response_length")) for name in runs]
+        known = [length.mean for length in lengths if length is not None]
+        found[kind] = statistics.fmean(known) if known else math.nan
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+
+
 def evaluated_at(context: Context) -> str:
-    """The length of answers at evaluation, one for the whole map: the stage knows nothing of a run's own."""
+    """What a policy of the map is evaluated on, the same for all."""
     length = context.config.evaluate.max_new_tokens or context.config.sampling.max_new_tokens
-    return f"Every policy is evaluated with answers of up to {length} tokens, whatever it was trained with."
+    return f"Every policy is evaluated on all tasks, whatever it was trained on, with answers of up to {length} tokens."
 
 
 def cell_text(context: Context, name: str) -> str:
@@ -133,13 +153,15 @@ def stability_table(context: Context, grid: dict[str, dict[Point, str]]) -> Tabl
     """The map in numbers."""
     rows = []
     for method, points in grid.items():
-        for (rate, length, updates), name in sorted(points.items()):
+        for (rate, kind, updates), name in sorted(points.items()):
             collapsed, total = collapsed_seeds(context, name)
             rows.append(
                 (
                     method,
                     f"{rate:g}",
-                    str(length),
+                    KINDS.get(kind, kind),
+                    show(estimate(trained(context.summary, name, "response_length")), scale=1),
+                    show(estimate(trained(context.summary, name, "truncated_responses"))),
                     str(updates),
                     show(estimate(reward_area(context, name)), scale=1, digits=3),
                     show(estimate(trained(context.summary, name, "reward_gain")), signed=True),
@@ -150,7 +172,9 @@ def stability_table(context: Context, grid: dict[str, dict[Point, str]]) -> Tabl
     header = (
         "method",
         "learning rate",
-        "tokens",
+        "problems",
+        "answer length (tokens)",
+        "cut off (%)",
         "updates",
         "reward area",
         "gain (points)",
