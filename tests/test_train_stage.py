@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
@@ -14,6 +16,7 @@ from tiny import tiny_config, tiny_run
 
 from trace_rl.config.load import load_method
 from trace_rl.config.paths import RunPaths
+from trace_rl.report.sections.tables import failures
 from trace_rl.stages import train
 
 METHODS = Path(__file__).resolve().parents[1] / "config" / "methods"
@@ -66,10 +69,15 @@ def test_scales_from_two_bits_are_counted_in_every_step(tmp_path):
     config = tiny_config(training={"steps": 2})
     paths = tiny_run(tmp_path, config=config)
     for name, counted in (("trace@guidance.scale_bits=2", True), ("trace", False)):
-        train.run(config, paths, method=load_method(METHODS / f"{name}.yaml"), seed=0)
+        method = load_method(METHODS / f"{name}.yaml")
+        train.run(config, paths, method=method, seed=0)
         rows = [json.loads(line) for line in (paths.train(name, 0) / "metrics.jsonl").read_text().splitlines()]
         assert all(("guidance_scales_uncertain" in row) == counted for row in rows)
         assert all(0 <= row.get("guidance_scales_uncertain", 0) < 0.01 for row in rows)
+        metrics = json.loads((paths.train(name, 0) / "metrics.json").read_text())
+        context = SimpleNamespace(summary={"methods": {name: {"0": metrics}}}, methods={name: method})
+        shown = r"\d\.\d{3} / \d\.\d{3}" if counted else "–"
+        assert re.fullmatch(shown, failures(context, name))  # the table finds both counts under their names
 
 
 def test_a_run_is_identified_by_the_scales_it_uses(tmp_path):

@@ -24,7 +24,7 @@ class TrainingConfig(Section):
     updates_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps per rollout batch; the batch is split by prompts."""
     micro_batch_sequences: int = Field(default=64, ge=1)
-    """Sequences of one forward and backward pass; gradients accumulate over the batch."""
+    """Sequences, of like length, of one forward and backward pass; gradients accumulate over the batch."""
     learning_rate: float = Field(default=3e-4, gt=0.0)
     """Peak AdamW learning rate."""
     warmup_steps: int = Field(default=10, ge=0)

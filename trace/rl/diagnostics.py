@@ -92,5 +92,5 @@ def describe_codes(collector: Collector, *, prefix: str, trainer: Trainer) -> di
         metrics[f"{prefix}/higher{name}"] = counts.higher / counts.values
         metrics[f"{prefix}/bracket_miss{name}"] = counts.bracket_misses / counts.values
         metrics[f"{prefix}/scale_mismatch{name}"] = counts.scale_mismatches / counts.blocks
-        metrics[f"{prefix}/scale_recovery_failures{name}"] = counts.scale_recovery_failures / counts.blocks
+        metrics[f"{prefix}/scale_unrecovered{name}"] = counts.scale_recovery_failures / counts.blocks
     return metrics

@@ -10,7 +10,6 @@ executions as much as of the methods.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trace_rl.config.loss import ScoreCenteringLoss
 from trace_rl.config.method import RlMethod
 from trace_rl.config.quant import SCOPES
 from trace_rl.config.targets import target_names
@@ -124,9 +123,9 @@ def old_policies(context: Context, grid: dict[Point, dict[str, str]]) -> list[st
 
 
 def old_policy_of(context: Context, name: str) -> str | None:
-    """The method's ``ratio.old_policy``; None without settings, and for score centering, which has no pi_old."""
+    """The method's ``ratio.old_policy``; None without settings, and for a loss that has no pi_old."""
     method = context.methods.get(name)
-    if not isinstance(method, RlMethod) or isinstance(method.loss, ScoreCenteringLoss):
+    if not isinstance(method, RlMethod) or not method.loss.uses_old_policy:
         return None
     return method.ratio.old_policy
 

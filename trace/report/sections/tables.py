@@ -121,7 +121,7 @@ def failures(context: Context, name: str) -> str:
     guidance = getattr(method, "guidance", None)
     if guidance is None or guidance.scale_bits == 8:
         return "–"
-    every = trained(context.summary, name, "diagnostics", "diag/own/scale_recovery_failures/guided")
+    every = trained(context.summary, name, "diagnostics", "diag/own/scale_unrecovered/guided")
     noticed = trained(context.summary, name, "guidance_scales_uncertain")
     return " / ".join(show(estimate(values), digits=3) for values in (every, noticed))
 
