@@ -8,6 +8,8 @@ from trace_rl.report.labels import base, changes
 
 TABLE4_COLUMNS = {"mxfp4": "w4a4_kv4", "mxfp4_w4a4": "w4a4_kv4", "mxfp4_w4a8": "w4a8_kv4"}
 """The paper's column of each MXFP4 format."""
+TABLE4_WORDS = {"w4a8_kv4": "W4A8 KV4", "w4a4_kv4": "W4A4 KV4"}
+"""Its columns in words, in its order."""
 TABLE5_ROWS = {
     "trace": "r_1bit_l20",
     "trace@guidance.layers=last_quarter": "r_1bit_l10",
@@ -86,7 +88,7 @@ def table4_cells(summary: dict[str, Any]) -> dict[str, dict[str, str]]:
 def table4(summary: dict[str, Any], paper: dict[str, Any]) -> list[Claim]:
     """MXFP4, with 4-bit and with 8-bit activations."""
     cells, rows = table4_cells(summary), []
-    for column, words in (("w4a8_kv4", "W4A8 KV4"), ("w4a4_kv4", "W4A4 KV4")):
+    for column, words in TABLE4_WORDS.items():
         names, numbers = cells.get(column, {}), paper["table4"][column]
         if len(names) == 2:
             rows += compare_accuracy(
@@ -99,7 +101,7 @@ def table4(summary: dict[str, Any], paper: dict[str, Any]) -> list[Claim]:
                 expected=1,
             )
     for method, words, guided in (("qat", "plain QAT", ""), ("trace", "TRACE", "; guiding K and V alone with 8 bits")):
-        eight, four = (cells.get(column, {}).get(method) for column in ("w4a8_kv4", "w4a4_kv4"))
+        eight, four = (cells.get(column, {}).get(method) for column in TABLE4_WORDS)
         if eight and four:
             rows += compare_accuracy(
                 summary,
@@ -107,7 +109,7 @@ def table4(summary: dict[str, Any], paper: dict[str, Any]) -> list[Claim]:
                 statement=f"8-bit activations beat 4-bit ones under {words} (MXFP4{guided})",
                 first=eight,
                 second=four,
-                paper=tuple(paper["table4"][column][method] for column in ("w4a8_kv4", "w4a4_kv4")),
+                paper=tuple(paper["table4"][column][method] for column in TABLE4_WORDS),
                 expected=1,
             )
     return rows

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from trace_rl.guidance.accounting import plan
+from trace_rl.report.accuracy_claims import TABLE4_WORDS, table4_cells
 from trace_rl.report.claim import Claim, reported
 from trace_rl.report.estimate import (
     COMPUTED,
@@ -124,6 +125,17 @@ def gap_claims(summary: dict[str, Any], paper: dict[str, Any]) -> list[Claim]:
         digits=4,
         after="" if control is None else f", BF16 control {show(control, scale=1, digits=4)}",
     )
+    for column, pair in table4_cells(summary).items():
+        if pair.keys() == {"qat", "trace"}:
+            rows += smaller(
+                summary,
+                topic="table4",
+                statement=f"Guidance closes the log-prob gap in MXFP4 {TABLE4_WORDS[column]} (mean |Δ log p|, "
+                "qat → trace)",
+                keys=("logprob_gap_mean",),
+                digits=4,
+                names=(pair["qat"], pair["trace"]),
+            )
     largest = {name: estimate(trained(summary, name, "logprob_gap_max")) for name in ("sc", "trace")}
     if all(largest.values()):
         low, high = paper["table6"]["sc_logprob_diff_max"]
@@ -150,9 +162,13 @@ def smaller(
     digits: int = 2,
     unit: str = "",
     after: str = "",
+    names: tuple[str, str] = ("qat", "trace"),
 ) -> list[Claim]:
-    """The claim that a training number of `trace` lies below that of `qat`; the paper gives no number for it."""
-    qat, trace = (trained(summary, name, *keys) for name in ("qat", "trace"))
+    """The claim that a training number of TRACE lies below that of QAT; the paper gives no number for it.
+
+    ``names``: the two methods, QAT first.
+    """
+    qat, trace = (trained(summary, name, *keys) for name in names)
     gap = difference(trace, qat)
     if gap is None:
         return []
