@@ -9,7 +9,7 @@ from trace_rl.report.labels import base, changes
 TABLE4_COLUMNS = {"mxfp4": "w4a4_kv4", "mxfp4_w4a4": "w4a4_kv4", "mxfp4_w4a8": "w4a8_kv4"}
 """The paper's column of each MXFP4 format."""
 TABLE4_WORDS = {"w4a8_kv4": "W4A8 KV4", "w4a4_kv4": "W4A4 KV4"}
-"""Its columns in words, in its order."""
+"""The paper's columns in words; 8-bit activations first, as `table4` compares them with 4-bit ones."""
 TABLE5_ROWS = {
     "trace": "r_1bit_l20",
     "trace@guidance.layers=last_quarter": "r_1bit_l10",
