@@ -46,6 +46,15 @@ def grid() -> dict:
     return {(3e-4, 3): {label(name): at_staleness(name, 3) for name in ARMS}}
 
 
+def test_one_method_alone_is_compared_with_nothing():
+    tables = {"staleness": ["trace"], "staleness_only": [], "staleness_learning_rates": [3e-4]}
+    config = parse_experiment({"suite": {"seeds": list(SEEDS)}, "tables": tables}, source="test")
+    context = a_context(config, target_names(config, "staleness"), num_steps=12)
+    shown = [block for block in staleness(context).blocks if isinstance(block, Table)]
+    assert "resolved?" not in {name for table in shown for name in table.header}
+    assert ["0", "1", "3"] in [[row[1] for row in table.rows] for table in shown]
+
+
 def test_staleness_says_what_came_out_whichever_way(config):
     names = target_names(config, "staleness")
     context = a_context(config, names, num_steps=12)

@@ -73,7 +73,8 @@ def staleness(context: Context) -> Section:
         blocks.append(f"Collapsed runs, shown like all others: {', '.join(collapsed)}.")
     blocks += ratio_blocks(context)
     if grid:
-        blocks += [comparison_table(context, grid), training_table(context, grid), *loss_activity(context, names)]
+        tables = (comparison_table(context, grid), training_table(context, grid))
+        blocks += [*(table for table in tables if table.rows), *loss_activity(context, names)]
         blocks += reward_figures(context, grid)
     return Section("Staleness", blocks)
 
