@@ -164,7 +164,11 @@ def test_the_page_says_what_share_of_tokens_was_clipped(config):
         current = "old_policy=current" in name
         for row in rows:
             row |= {"is_truncated": 0.001 if current else 0.0, "clip_fraction": 0.0 if current else 0.0125}
-    tables = [block for block in staleness(context).blocks if isinstance(block, Table)]
+    blocks = staleness(context).blocks
+    (line,) = [block for block in blocks if isinstance(block, str) and block.startswith("Clipped tokens")]
+    assert "old policy current" not in line and "staleness 0" not in line
+    assert line.count("trace_anchored 1.25") == line.count("staleness") == 4
+    tables = [block for block in blocks if isinstance(block, Table)]
     table = next(table for table in tables if "clipped or outside the band (%)" in table.header)
     column = table.header.index("clipped or outside the band (%)")
     clipped = {row[0]: row[column] for row in table.rows}

@@ -20,7 +20,7 @@ from trace_rl.report.estimate import Estimate, Value, difference, estimate, show
 from trace_rl.report.figures.curves import curve_panels
 from trace_rl.report.labels import changes, label, without
 from trace_rl.report.sections.dynamics import reward_area
-from trace_rl.report.sections.losses import loss_activity
+from trace_rl.report.sections.losses import loss_activity, mean_over_steps
 from trace_rl.report.sections.ratios import ratio_blocks
 
 STALENESS, LEARNING_RATE = "training.staleness", "training.learning_rate"
@@ -67,6 +67,7 @@ def staleness(context: Context) -> Section:
         "the importance ratio still see that a rollout is stale, and what does training make of it?",
         *old_policies(context, grid),
         *(findings(context, grid) if grid else ["No training under staleness on this page."]),
+        *clipping(context, grid),
     ]
     collapsed = context.collapsed(names)
     if collapsed:
@@ -193,6 +194,27 @@ def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
             "nothing had any effect."
         )
     return paragraphs
+
+
+def clipping(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
+    """What share of the response tokens each arm's clipped ratio cut off, where a batch is stale."""
+    cells = []
+    for (rate, age), methods in grid.items():
+        shares = {
+            method: mean_over_steps(context, name, "clip_fraction")
+            for method, name in methods.items()
+            if age and old_policy_of(context, name) == "sampling"
+        }
+        texts = [f"{method} {show(share, digits=2)} %" for method, share in shares.items() if share is not None]
+        if texts:
+            cells.append(f"at staleness {age}, lr {rate:g}, {', '.join(texts)}")
+    if not cells:
+        return []
+    return [
+        f"Clipped tokens: {'; '.join(cells)}. The ratio of BF16 forwards moves with the update alone. Between forwards "
+        "that each round to nearest it moves with FP4 rounding flips as well, and clipping cannot tell the two apart; "
+        "forwards that both follow the rollout share its flips."
+    ]
 
 
 def points(gap: Estimate) -> str:
