@@ -197,7 +197,7 @@ def findings(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
 
 
 def clipping(context: Context, grid: dict[Point, dict[str, str]]) -> list[str]:
-    """What share of the response tokens each arm's clipped ratio cut off, where a batch is stale."""
+    """What share of the response tokens (mean over steps, in percent) each arm clips where a batch is stale."""
     cells = []
     for (rate, age), methods in grid.items():
         shares = {
